@@ -49,6 +49,12 @@ def read_env(path: str | Path) -> dict[str, str]:
     return found
 
 
+def parser(manual: str) -> argparse.ArgumentParser:
+    """One whose --help begins with this text as it is."""
+    kept = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=manual, formatter_class=kept)
+
+
 def utf8(text: str) -> str:
     """A text of the command line, which is UTF-8 whatever the locale, as the type of an argument."""
     try:

@@ -3,10 +3,13 @@ of a plot."""
 
 import argparse
 import importlib.util
+import json
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -40,23 +43,11 @@ def image_file(text: str) -> Path:
     return path
 
 
-def run_of(script: ModuleType, hp, runtime, log):
-    """A training by this or another version of the script."""
-    return script.Run(hp, runtime, log, None)
-
-
-def evaluator_of(script: ModuleType, forward: Callable, val, hp, runtime, stride: int):
-    """An evaluator with windows `stride` apart; 0: of a banded pass. The previous version of the
-    script had other names."""
-    make = script.ForwardConfig if hasattr(script, "ForwardConfig") else script.Pass
-    order = hp.layer_order() if hasattr(hp, "layer_order") else hp.visits()
-    config = make(order, band=0 if stride else hp.eval_seq_len)
-    return script.Evaluator(forward, val, hp, runtime, config, stride or script.band_block(hp)[1])
-
-
-def score_of(*arguments):
-    """The score of all targets by such an evaluator."""
-    scorer = evaluator_of(*arguments)
+def score_of(script: ModuleType, forward: Callable, val, hp, runtime, stride: int):
+    """The score of all targets in windows `stride` apart; 0: in a banded pass."""
+    config = script.ForwardConfig(hp.layer_order(), band=0 if stride else hp.eval_seq_len)
+    step = stride or script.band_block(hp)[1]
+    scorer = script.Evaluator(forward, val, hp, runtime, config, step)
     scorer.score(scorer.windows())
     return scorer.result()
 
@@ -99,18 +90,33 @@ def take_turns(
     return times
 
 
+class Table:
+    """Prints rows as they are measured. `columns` has the format of each number, with its width."""
+
+    def __init__(self, title: str, **columns: str):
+        self.columns, self.rows = columns, []
+        widths = {name: re.match(r"[+]?(\d+)", form)[1] for name, form in columns.items()}
+        print(f"\n{title:40}" + "".join(f"{name:>{width}}" for name, width in widths.items()))
+
+    def row(self, name: str, **values: float) -> None:
+        """Print a row, and keep it for the line of JSON."""
+        numbers = (f"{values[column]:{form}}" for column, form in self.columns.items())
+        print(f"{name:40}" + "".join(numbers), flush=True)
+        self.rows.append({"variant": name, **values})
+
+
+def finish(bench: str, **found: object) -> None:
+    """Print the last line, which is JSON."""
+    print(json.dumps({"bench": bench, "torch": version("torch"), **found}))
+
+
 def report(title: str, times: dict[str, list[float]]) -> list[dict]:
     """Print medians, and median, minimum and maximum over rounds of each row's time over the first
     one's. Returns the rows."""
-    print(f"\n{title:42}{'median ms':>11}{'ratio':>8}{'min':>8}{'max':>8}")
     first = next(iter(times.values()))
-    rows = []
+    table = Table(title, median_ms="12.2f", ratio="8.3f", min="8.3f", max="8.3f")
     for name, seconds in times.items():
-        median = 1000 * statistics.median(seconds)
-        ratios = sorted(b / a for a, b in zip(first, seconds, strict=True))
-        found = {"ratio": statistics.median(ratios), "min": ratios[0], "max": ratios[-1]}
-        columns = "".join(f"{ratio:8.3f}" for ratio in found.values())
-        print(f"  {name:40}{median:11.2f}{columns}", flush=True)
-        rounded = {name: round(ratio, 4) for name, ratio in found.items()}
-        rows.append({"variant": name, "median_ms": round(median, 3), **rounded})
-    return rows
+        ratios = [b / a for a, b in zip(first, seconds, strict=True)]
+        medians = 1000 * statistics.median(seconds), statistics.median(ratios)
+        table.row(name, median_ms=medians[0], ratio=medians[1], min=min(ratios), max=max(ratios))
+    return table.rows

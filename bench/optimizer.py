@@ -13,18 +13,15 @@
   one call each       the same for separate parameters, one after the other
   torch.optim.Muon    torch's own for separate parameters; its products in the compute dtype, too
 
-A second table has Newton-Schulz beside its products alone. All get the same random numbers and take
-turns within a round. Several ranks use NCCL on GPUs, else gloo, and time what communicates. `ratio`
-is the median over rounds of a row's time over the first row's. The last line is JSON.
+All get the same random numbers and take turns within a round. Several ranks use NCCL on GPUs, else
+gloo, and time what communicates. `ratio` is the median over rounds of a row's time over the first
+row's. The last line is JSON.
 """
 
 import dataclasses
 import itertools
-import json
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -32,7 +29,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import train_gpt
-from common import report, take_turns
+from common import finish, report, take_turns
 from train_gpt import BANKS, MATRICES, Comm, Hyperparameters, Runtime, Tensors, bank_part
 
 # isort: split
@@ -182,23 +179,8 @@ def updates(hp: Hyperparameters, runtime: Runtime, separate: bool) -> dict[str, 
     return ways | {name: way(hp, runtime, comm) for name, way in SEPARATE.items() if separate}
 
 
-def iterations(hp: Hyperparameters, runtime: Runtime) -> dict[str, Callable]:
-    """Newton-Schulz on our banks in the compute dtype, and its fifteen products per bank alone."""
-    banks = [bank.to(runtime.dtype) for bank in random_banks(hp, runtime.device)[1].values()]
-    wide = [bank.mT if bank.size(-2) > bank.size(-1) else bank for bank in banks]
-    ours = train_gpt.compile_whole(train_gpt.newton_schulz, runtime.compiled)
-
-    def products() -> None:
-        for x, _ in itertools.product(wide, range(5)):
-            gram = x @ x.mT
-            torch.matmul(gram @ gram, x)
-
-    whole = lambda: [ours(bank, runtime.dtype, 5, "quintic") for bank in banks]  # noqa: E731
-    return {"products alone": products, "Newton-Schulz": whole}
-
-
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = program.parser(__doc__)
     parser.add_argument("--rounds", type=program.count, default=9)
     rounds = parser.parse_args().rounds
     as_399 = {"MUON_EQ": "0", "MUON_COEFFS": "quintic", "MUON_BACKEND_STEPS": "5"}
@@ -206,14 +188,11 @@ def main() -> None:
     with Runtime.start(hp) as runtime, torch.no_grad():
         alone = runtime.comm.size == 1
         wait = lambda: (runtime.synchronize(), alone or torch.distributed.barrier())  # noqa: E731
-        ways = updates(hp, runtime, separate=alone)
-        tables = {"update": {name: way.step for name, way in ways.items()}}
-        tables |= {"iterations": iterations(hp, runtime)} if alone else {}
-        times = {title: take_turns(ways, rounds, wait) for title, ways in tables.items()}
+        ways = {name: way.step for name, way in updates(hp, runtime, separate=alone).items()}
+        times = take_turns(ways, rounds, wait)
         if runtime.comm.rank == 0:
             print(f"torch {torch.__version__} {runtime.describe()} rounds:{rounds}")
-            found = {title: report(title, seconds) for title, seconds in times.items()}
-            print(json.dumps({"bench": "optimizer", "torch": torch.__version__, **found}))
+            finish("optimizer", update=report("update", times))
 
 
 if __name__ == "__main__":

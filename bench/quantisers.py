@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Compare our quantiser with what people would use instead, on the same weights.
 
-    python bench/quantisers.py DATA [--models llama gpt2 context] [--steps 1000]
-                                    [--plot FILE | --papers]
+    python bench/quantisers.py DATA [--models llama gpt2 context] [--steps 1000] [--papers]
 
 DATA is a folder of shards of 1,024 pieces, such as demo_data. Each model is trained on it: a Llama and
 a GPT-2 of `transformers`, 4 layers of 128, and a network of nn.Linear that reads 8 tokens. Then all
@@ -30,14 +29,11 @@ parts of configs/2135.env.
 The last line is JSON.
 """
 
-import argparse
 import dataclasses
 import functools
 import importlib.util
-import json
 import math
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -48,8 +44,8 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "bench", "tools")]
 import program
 import quantise
 import train_gpt
-from common import image_file
-from demo_settings import SHORT_RUN, SIZES
+from common import finish
+from demo_settings import CPU
 
 # isort: split
 import numpy as np
@@ -128,10 +124,13 @@ MODELS = {
 
 
 DEEP = {"NUM_LAYERS": 11, "MODEL_DIM": 96}
+BRIEF = ("EMA_", "MUON_", "LATE_", "SHORT_", "WARMUP_", "VAL_", "TRAIN_LOG")
+# The demonstration's in place of what a record has for thousands of steps
+DEEP_BRIEF = DEEP | {name: value for name, value in CPU.items() if name.startswith(BRIEF)}
 SCRIPT_MODELS = {  # of train_gpt.py: knobs beside the demonstration's
     "4x128": {},
     "11x96": DEEP,
-    "2135": program.read_env(ROOT / "configs/2135.env") | DEEP,
+    "2135": program.read_env(ROOT / "configs/2135.env") | DEEP_BRIEF,
 }
 
 
@@ -139,7 +138,6 @@ class Subject(NamedTuple):
     """A trained model, and what rounds and judges it."""
 
     name: str
-    make: Callable | None
     model: nn.Module
     logits: Callable
     nats: Callable  # function of a model and rows: those of each token that has logits
@@ -191,7 +189,7 @@ def train(make: Callable, nats: Callable, batch: Callable, steps: int) -> nn.Mod
 
 def train_by_script(name: str, data: str, steps: int) -> train_gpt.GPT:
     """Train one of SCRIPT_MODELS and average its weights."""
-    knobs = SIZES["small"] | SCRIPT_MODELS[name] | SHORT_RUN
+    knobs = CPU | SCRIPT_MODELS[name]
     knobs |= {"DATA_PATH": data, "VOCAB_SIZE": VOCAB, "TRAIN_BATCH_TOKENS": 16 * LENGTH}
     knobs |= {"TRAIN_SEQ_LEN": LENGTH, "EVAL_SEQ_LEN": LENGTH}
     knobs |= {"ITERATIONS": steps, "WARMDOWN_FRAC": 0.5, "MAX_WALLCLOCK_SECONDS": 0}
@@ -229,7 +227,7 @@ def prepare(name: str, steps: int, shards: dict[str, Tensor], data: str) -> Subj
         before = torch.cat([nats(model, rows).flatten() for rows in held_out]).double().mean()
     count = train_gpt.count_numbers(model.parameters())
     print(f"{name}: {count:,} weights, {before:.4f} nats per token before", flush=True)
-    return Subject(name, make, model, logits, nats, batches, calibration, held_out)
+    return Subject(name, model, logits, nats, batches, calibration, held_out)
 
 
 def layers_of(subject: Subject, exported: bool = False) -> Layers:
@@ -371,12 +369,8 @@ def apply(model: nn.Module, way: Callable) -> tuple[dict[str, Tensor], float]:
 def ours(subject: Subject, max_bytes: float) -> tuple[dict[str, Tensor], int]:
     """(parameters as tools/quantise.py leaves them, bytes of the file)."""
     file, _ = quantise.quantise(subject.model, subject.calibration, max_bytes)
-    twin = subject.make()
-    with tempfile.NamedTemporaryFile(suffix=".npz") as path:
-        path.write(file)
-        path.flush()
-        quantise.load(twin, path.name)
-    return dict(twin.named_parameters()), len(file)
+    tensors = quantise.read(subject.model, *quantise.parse(file))
+    return {name: tensors[name] for name, _ in subject.model.named_parameters()}, len(file)
 
 
 def compare(subject: Subject) -> list[dict]:
@@ -396,18 +390,6 @@ def compare(subject: Subject) -> list[dict]:
             flush=True,
         )
     return rows
-
-
-def rotation(size: int, seed: int) -> Tensor:
-    """An orthogonal matrix: random signs, then Hadamard's matrix. If the size is no power of two,
-    each entry of that is a small dense matrix."""
-    random = torch.Generator().manual_seed(seed)
-    odd, signs = size // (size & -size), torch.randint(0, 2, (size,), generator=random) * 2 - 1
-    matrix = torch.linalg.qr(torch.randn(odd, odd, generator=random, dtype=torch.float64))[0]
-    while len(matrix) < size:
-        left = torch.cat((matrix, matrix), 1)
-        matrix = torch.cat((left, torch.cat((matrix, -matrix), 1))) / math.sqrt(2)
-    return (matrix * signs).float()
 
 
 def between_rows(output: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -444,19 +426,11 @@ class Kronecker:
     form: Form
 
     def __post_init__(self):
-        form, (_, height, width) = self.form, self.rows.shape
+        form, height = self.form, self.rows.size(1)
         # Integers in a step, and what divides its square to give the mean squared error.
         self.choices, self.divisor = (2, 15) if form.states else (1, 12)
-        sides = ((height, 1), (width, 2))
-        self.left, self.right = (rotation(*s) if form.rotate else torch.eye(s[0]) for s in sides)
-        rows, hessian, output = (
-            left @ matrix @ right.mT
-            for left, matrix, right in (
-                (self.left, self.rows, self.right),
-                (self.right, self.hessian, self.right),
-                (self.left, self.output, self.left),
-            )
-        )
+        given = self.rows, self.hessian, self.output
+        rows, hessian, output = map(quantise.rotate, given) if form.rotate else given
         self.order, factor = train_gpt.inverse_factor(hessian)
         pivots = factor.diagonal(0, 1, 2) ** -2.0  # (N, C), of columns in this order
         self.scale = torch.ones_like(pivots)  # of columns: GPTQ rounds rows / scale
@@ -523,7 +497,8 @@ class Kronecker:
             return torch.cat(found, dim=1)
 
         integers = train_gpt.gptq(self.turned, self.order, self.factor, unit, to_integers)
-        back = self.left.mT @ (integers * unit * self.scale) @ self.right
+        back = integers * unit * self.scale
+        back = quantise.rotate(back, back=True) if self.form.rotate else back
         if self.form.water:
             back = gained(self.rows, back, self.hessian)
         cost = weights.sum(dim=(1, 2)) * self.pivots.sum(dim=1) / self.divisor
@@ -657,50 +632,13 @@ def compare_papers(subject: Subject) -> list[dict]:
     return rows
 
 
-def draw(rows: list[dict], path: Path) -> None:
-    """Plot the loss of rounding against bits per weight, a panel for each model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = list(dict.fromkeys(row["model"] for row in rows))
-    figure, panels = pyplot.subplots(
-        1, len(names), figsize=(4 * len(names), 4), layout="constrained", squeeze=False
-    )
-    markers = {"group 32": "v", "group 64": "^", "torchao": "x", "hqq": "o", "GPTQ": "s"}
-    for name, axes in zip(names, panels[0], strict=True):
-        own = [row for row in rows if row["model"] == name]
-        for way, marker in markers.items():
-            points = sorted((row["bits"], row["lost"]) for row in own if row["way"].startswith(way))
-            if points:
-                axes.plot(*zip(*points, strict=True), marker=marker, label=way)
-        count = own[0]["bytes"] / own[0]["bits"]
-        points = sorted({(row["our_bytes"] / count, row["our_lost"]) for row in own})
-        axes.plot(*zip(*points, strict=True), marker="D", color="black", label="ours")
-        axes.set_yscale("log")
-        axes.set_xlabel("bits per weight, all bytes")
-        axes.set_title(name)
-        axes.grid(alpha=0.3)
-    panels[0][0].set_ylabel("loss of rounding, nats per token")
-    panels[0][-1].legend()
-    figure.savefig(path, dpi=80)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("data", help="folder of shards of 1,024 pieces")
-    parser.add_argument(
-        "--models", nargs="+", choices=[*MODELS, *SCRIPT_MODELS], default=list(MODELS)
-    )
-    parser.add_argument(
-        "--steps", type=program.count, default=1000, help="training steps of each model"
-    )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--plot", type=image_file, help="plot the losses to this file")
-    what.add_argument("--papers", action="store_true", help="the ways that PAPERS lists")
+    parser = program.parser(__doc__)
+    add, models = parser.add_argument, [*MODELS, *SCRIPT_MODELS]
+    add("data", help="folder of shards of 1,024 pieces")
+    add("--models", nargs="+", choices=models, default=list(MODELS))
+    add("--steps", type=program.count, default=1000, help="training steps of each model")
+    add("--papers", action="store_true", help="the ways that PAPERS lists")
     arguments = parser.parse_args()
     for name in arguments.models:
         if name in SCRIPT_MODELS and not arguments.papers:
@@ -719,10 +657,8 @@ def main() -> None:
     for name in arguments.models:
         subject = prepare(name, arguments.steps, shards, arguments.data)
         rows += (compare_papers if arguments.papers else compare)(subject)
-    if arguments.plot:
-        draw(rows, arguments.plot)
     assert all(math.isfinite(row["lost"]) for row in rows)
-    print(json.dumps({"bench": "quantisers", "torch": torch.__version__, "rows": rows}))
+    finish("quantisers", rows=rows)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,8 @@ nats per token, `kl` the divergence from the model of the file, `expected` our p
 takes 4.4 GB, and hours on one core; --ways and --bits do a part. The last line is JSON.
 """
 
-import argparse
 import functools
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +37,7 @@ import program
 import quantise
 import quantisers
 import train_gpt
+from common import finish
 
 # isort: split
 import torch
@@ -86,10 +84,7 @@ def ours(model: nn.Module, calibration: quantise.Calibration, bits: float) -> Ro
     count = train_gpt.count_numbers(model.parameters())
     progress = functools.partial(quantise.bar, name=f"rounding to {bits:g} bits")
     file, expected = quantise.quantise(model, calibration, bits * count / 8, progress=progress)
-    with tempfile.NamedTemporaryFile(suffix=".npz") as path:
-        path.write(file)
-        path.flush()
-        header, arrays = quantise.open_file(path.name, len(file))
+    header, arrays = quantise.parse(file)
     tensors = quantise.read(model, header, arrays)
     matrices = quantise.matrices_of(model)
     sizes = {}
@@ -194,19 +189,13 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     add = parser.add_argument
     add("texts", type=Path, help="folder with train.txt and val.txt")
     add("gguf", type=Path, help="the model's file")
     add("--ways", nargs="+", choices=WAYS, default=WAYS)
     add("--bits", type=program.positive, nargs="+", default=[2.5, 3.0, 3.5, 4.0])
-    add(
-        "--calibration",
-        type=program.output_file,
-        help="file that keeps it: read if it exists, else written",
-    )
+    add("--calibration", type=program.output_file, help="file that keeps it: read, or written")
     arguments = parser.parse_args()
     texts = {split: quantise.read_text(arguments.texts / f"{split}.txt") for split in ROWS}
     model, tokenizer = read_gguf(arguments.gguf)
@@ -220,7 +209,7 @@ def main() -> None:
     if {"ours", "GPTQ"} & set(arguments.ways):
         calibration = quantise.kept_calibration(arguments.calibration, model, train)
     rows = compare(model, calibration, list(val.split(8)), arguments.ways, arguments.bits)
-    print(json.dumps({"bench": "real_model", "torch": torch.__version__, "rows": rows}))
+    finish("real_model", rows=rows)
 
 
 if __name__ == "__main__":

@@ -27,17 +27,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import program
 import train_gpt
-from common import SMALL, image_file
+from common import SMALL, finish, image_file, take_turns
 from train_gpt import BANKS, GPT, Comm, Hyperparameters, ParallelMuon
 
 # isort: split
@@ -226,16 +226,8 @@ def print_calls(ranks: int, way: str) -> list[dict]:
     for (kind, group, size), calls in sums.items():
         nbytes, sent = sum(call.nbytes for call in calls), sum(call.sent for call in calls)
         print(f"  {kind:15} {group:12}{size:8,}{len(calls):8}{nbytes:16,}{sent:18,.0f}")
-        rows.append(
-            {
-                "kind": kind,
-                "group": group,
-                "ranks": size,
-                "calls": len(calls),
-                "bytes": nbytes,
-                "sent": sent,
-            }
-        )
+        row = {"kind": kind, "group": group, "ranks": size, "calls": len(calls)}
+        rows.append(row | {"bytes": nbytes, "sent": sent})
     return rows
 
 
@@ -281,14 +273,8 @@ def draw(found: dict[str, list[dict]], machine: Machine, output: Path) -> None:
     for axis, (kind, title) in zip(axes, titles.items(), strict=True):
         ranks = [row["ranks"] for row in found[kind]]
         for way, marker in zip(WAYS, "sxo", strict=True):
-            axis.plot(
-                ranks,
-                [row[way]["speed"] for row in found[kind]],
-                marker=marker,
-                ms=4,
-                lw=1.4,
-                label=way,
-            )
+            speeds = [row[way]["speed"] for row in found[kind]]
+            axis.plot(ranks, speeds, marker=marker, ms=4, lw=1.4, label=way)
         axis.set_xscale("log", base=2)
         axis.set(
             title=title, xlabel="ranks (H100s)", xlim=(0.8, 1280), xticks=WORLDS, xticklabels=WORLDS
@@ -310,61 +296,35 @@ def draw(found: dict[str, list[dict]], machine: Machine, output: Path) -> None:
 
 
 # ---- Real runs -----------------------------------------------------------------------------------
-def seconds(comm: Comm, function: Callable) -> float:
-    """Seconds of a call that all ranks begin together."""
-    if comm.size > 1:
-        dist.barrier()
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
-
-
 def measure(hp: Hyperparameters, rounds: int, out: Path) -> None:
-    """Time steps and collectives as one of the ranks. Rank 0 writes the medians to `out`."""
+    """Time steps and collectives, which all ranks begin together. Rank 0 writes the medians."""
     with train_gpt.Runtime.start(hp) as runtime:
         comm, model = runtime.comm, GPT(hp, runtime.attend, runtime.dtype)
         optimizer = ParallelMuon(model, model.initialise(0), hp, comm)
         shape = (hp.train_batch_tokens // hp.train_seq_len // comm.size, hp.train_seq_len + 1)
         ids = torch.randint(hp.vocab_size, shape)
-        found = {"passes": [], "update": [], **{str(nbytes): [] for nbytes in FIT_BYTES}}
-        for _ in range(rounds + 2):
-            found["passes"].append(seconds(comm, lambda: model(ids[:, :-1], ids[:, 1:]).backward()))
-            found["update"].append(seconds(comm, lambda: optimizer.step(1.0, 0.9)))
-            for nbytes in FIT_BYTES:
-                buffer = torch.zeros(nbytes // 4)
-                found[str(nbytes)].append(
-                    seconds(comm, lambda buffer=buffer: comm.all_reduce(buffer)())
-                )
+        variants = {
+            "passes": lambda: model(ids[:, :-1], ids[:, 1:]).backward(),
+            "update": lambda: optimizer.step(1.0, 0.9),
+        }
+        for nbytes in FIT_BYTES:
+            buffer = torch.zeros(nbytes // 4)
+            variants[str(nbytes)] = lambda buffer=buffer: comm.all_reduce(buffer)()
+        times = take_turns(variants, rounds, dist.barrier if comm.size > 1 else lambda: None)
         if comm.rank == 0:
-            out.write_text(
-                json.dumps({name: statistics.median(times[2:]) for name, times in found.items()})
-            )
+            medians = {name: statistics.median(found) for name, found in times.items()}
+            out.write_text(json.dumps(medians))
 
 
 def run_ranks(ranks: int, shard_ranks: int, rounds: int) -> dict[str, float]:
     """`measure` on this many gloo ranks with one thread each."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        f"--nproc_per_node={ranks}",
-    ]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "DEVICE": "cpu",
-    }
-    environment["SHARD_RANKS"] = str(shard_ranks)
+    launcher = [sys.executable, str(ROOT / "tools" / "launch.py"), sys.executable, __file__]
+    knobs = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DEVICE": "cpu"}
+    knobs |= {"SHARD_RANKS": str(shard_ranks), "NPROC": str(ranks)}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
-        subprocess.run(
-            [*launcher, __file__, f"--measure={out}", f"--rounds={rounds}"],
-            check=True,
-            env=environment,
-        )
+        command = [*launcher, f"--measure={out}", f"--rounds={rounds}"]
+        subprocess.run(command, check=True, env=os.environ | knobs)
         return json.loads(out.read_text())
 
 
@@ -404,25 +364,19 @@ def check(rounds: int) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--network", type=float, help="GB/s per GPU between nodes; default: 40")
-    parser.add_argument("--latency", type=float, help="us per hop between nodes; default: 20")
-    parser.add_argument(
-        "--passes", type=float, help="ms for forward and backward of 98,304 tokens; default: 72.3"
-    )
-    parser.add_argument("--plot", type=image_file, help="draw both curves to this file")
-    parser.add_argument(
-        "--check", action="store_true", help="run 1, 2 and 4 gloo ranks here and compare"
-    )
-    parser.add_argument("--rounds", type=program.count, default=9)
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    parser = program.parser(__doc__)
+    add = parser.add_argument
+    add("--network", type=float, help="GB/s per GPU between nodes; default: 40")
+    add("--latency", type=float, help="us per hop between nodes; default: 20")
+    add("--passes", type=float, help="ms of a forward and backward of 98,304 tokens; default: 72.3")
+    add("--plot", type=image_file, help="draw both curves to this file")
+    add("--check", action="store_true", help="run 1, 2 and 4 gloo ranks here and compare")
+    add("--rounds", type=program.count, default=9)
+    add("--measure", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        return measure(
-            Hyperparameters.from_env({**MODEL, **os.environ}), arguments.rounds, arguments.measure
-        )
+        hp = Hyperparameters.from_env({**MODEL, **os.environ})
+        return measure(hp, arguments.rounds, arguments.measure)
     machine = H100
     if arguments.network:
         machine = machine._replace(beta=(machine.beta[0], 1e9 * arguments.network))
@@ -439,7 +393,7 @@ def main() -> None:
     if arguments.plot:
         with train_gpt.writing(arguments.plot):
             draw(found, machine, arguments.plot)
-    print(json.dumps({"bench": "scaling", "modelled": found, "counted": counted, "check": checked}))
+    finish("scaling", modelled=found, counted=counted, check=checked)
 
 
 if __name__ == "__main__":

@@ -30,13 +30,11 @@ gradients, and time in turns. --orthogonal trains N steps and prints for both se
 |X - UV^T| / |UV^T|, where Newton-Schulz makes X of the last step's momentum, and UV^T is exact.
 """
 
-import argparse
 import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -53,7 +51,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "bench", "data")]
 import program
 import shards
 import train_gpt
-from common import SMALL, load_script, report, run_of, take_turns
+from common import SMALL, Table, finish, load_script, report, take_turns
 from flops import flops_per_token, peak_flops
 
 # isort: split
@@ -61,22 +59,13 @@ import numpy as np
 import torch
 
 RECORD_RANK = {"TRAIN_BATCH_TOKENS": "98304"}  # one of 8 ranks of the record run
-PARTS = (
-    "forward",
-    "backward",
-    "communication",
-    "clip",
-    "Newton-Schulz",
-    "small parameters",
-    "average",
-)
-TITLES = ("forward", "backward", "comm.", "clip", "NS", "small", "average")
 PHASES = {  # functions of ParallelMuon, and the parts that they belong to
-    "reduce_gradients": "communication",
+    "reduce_gradients": "comm.",
     "gradient_norm": "clip",
-    "muon_update": "Newton-Schulz",
-    "update_small": "small parameters",
+    "muon_update": "NS",
+    "update_small": "small",
 }
+PARTS = ("forward", "backward", *PHASES.values(), "average")
 
 
 class OneOf(train_gpt.Comm):
@@ -159,37 +148,21 @@ def report_parts(
     peak: float | None,
 ) -> None:
     """Print the table. `times` has a row per round and a column per variant."""
-    titles = (*TITLES, "fwd+bwd", "step", "ktok/s", "GFLOP/s", "ratio")
-    print(f"{'mode':9}{'micro':>8}" + "".join(f"{title:>10}" for title in titles))
+    columns = [*PARTS, "fwd+bwd", "step", "ktok/s", "GFLOP/s", *["mfu"] * bool(peak), "ratio"]
+    table = Table("ms", **dict.fromkeys(columns, "9.2f"))
     flops = flops_per_token(hp, hp.train_seq_len)
     passes = [[spent["forward"] + spent["backward"] for spent in row] for row in times]
-    rows = []
     for column, variant in enumerate(variants):
-        own = [row[column] for row in times]
-        medians = {part: statistics.median(spent[part] for spent in own) for part in PARTS}
-        medians["fwd+bwd"] = statistics.median(row[column] for row in passes)
-        medians["step"] = statistics.median(spent["step"] for spent in own)
-        medians["ktok/s"] = hp.train_batch_tokens / medians["step"]
-        medians["GFLOP/s"] = medians["ktok/s"] * flops / 1e6
-        medians["ratio"] = statistics.median(row[0] / row[column] for row in passes)
-        mfu = f"  mfu {1e9 * medians['GFLOP/s'] / peak:.3f}" if peak else ""
-        print(
-            f"{variant.mode:9}{variant.micro:8}"
-            + "".join(f"{value:10.2f}" for value in medians.values())
-            + mfu
-        )
-        rows.append(
-            {
-                "mode": variant.mode,
-                "micro": variant.micro,
-                **{k: round(v, 3) for k, v in medians.items()},
-            }
-        )
-    print(
-        json.dumps(
-            {"bench": "step", "torch": torch.__version__, "rounds": len(times), "rows": rows}
-        )
-    )
+        found = {
+            part: statistics.median(row[column][part] for row in times) for part in (*PARTS, "step")
+        }
+        found["fwd+bwd"] = statistics.median(row[column] for row in passes)
+        found["ktok/s"] = hp.train_batch_tokens / found["step"]
+        found["GFLOP/s"] = found["ktok/s"] * flops / 1e6
+        found |= {"mfu": 1e9 * found["GFLOP/s"] / peak} if peak else {}
+        found["ratio"] = statistics.median(row[0] / row[column] for row in passes)
+        table.row(f"{variant.mode}, {variant.micro} tokens", **found)
+    finish("step", rounds=len(times), rows=table.rows)
 
 
 def compare(other: Path, knobs: dict[str, str], rounds: int) -> None:
@@ -210,15 +183,13 @@ def compare(other: Path, knobs: dict[str, str], rounds: int) -> None:
             f"torch {torch.__version__} {runtime.describe()} {hp.train_batch_tokens} tokens, rounds:{rounds}"
         )
         rows = report("whole step", take_turns(variants, rounds, runtime.synchronize))
-    print(
-        json.dumps({"bench": "step", "torch": torch.__version__, "rounds": rounds, "against": rows})
-    )
+    finish("step", rounds=rounds, against=rows)
 
 
 def whole_step(script: ModuleType, hp, runtime) -> Callable[[], None]:
     """A function that does the next step of a training with this script."""
     log = script.Log(hp, script.Comm(1, 2))  # rank 1 writes none
-    run = run_of(script, hp, runtime, log)
+    run = script.Run(hp, runtime, log, None)
     steps = itertools.count()
     settings = script.StepSettings(1.0, 0.9, False, hp.train_seq_len)
     return lambda: run.train_step(next(steps), settings)
@@ -307,35 +278,17 @@ def measure_orthogonality(
 def main() -> None:
     gpu = torch.cuda.is_available()
     micro = [98304] if gpu else [2048, 4096, 8192, 16384]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"]
-    )
-    parser.add_argument(
-        "--micro", nargs="+", type=program.count, default=micro, help="tokens per forward"
-    )
-    parser.add_argument("--rounds", type=program.count, default=5)
-    parser.add_argument(
-        "--record", action="store_true", default=gpu, help="the record's model, also on a CPU"
-    )
-    parser.add_argument(
-        "--of",
-        type=program.count,
-        default=8 if gpu else 1,
-        help="do the optimizer's work of one of so many",
-    )
-    parser.add_argument(
-        "--against", type=Path, help="another version of train_gpt.py: compare whole steps with it"
-    )
-    parser.add_argument(
-        "--trace", type=program.output_file, help="file for torch.profiler's trace of a step"
-    )
-    parser.add_argument("--separate", action="store_true", help="time banks and separate matrices")
-    parser.add_argument(
-        "--orthogonal", type=program.count, help="errors of Newton-Schulz after N steps"
-    )
+    parser = program.parser(__doc__)
+    add, modes, ranks = parser.add_argument, ["eager", "compiled"], 8 if gpu else 1
+    add("--modes", nargs="+", choices=modes, default=modes)
+    add("--micro", nargs="+", type=program.count, default=micro, help="tokens per forward")
+    add("--rounds", type=program.count, default=5)
+    add("--record", action="store_true", default=gpu, help="the record's model, also on a CPU")
+    add("--of", type=program.count, default=ranks, help="the optimizer's work of one of so many")
+    add("--against", type=Path, help="another train_gpt.py: compare whole steps with it")
+    add("--trace", type=program.output_file, help="file for torch.profiler's trace of a step")
+    add("--separate", action="store_true", help="time banks and separate matrices")
+    add("--orthogonal", type=program.count, help="errors of Newton-Schulz after N steps")
     arguments = parser.parse_args()
     knobs = {**(RECORD_RANK if arguments.record else SMALL), **os.environ}
     if arguments.against:

@@ -19,6 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt
 from train_gpt import CASE_OPERATORS
 
+# isort: split
+import sentencepiece
+
 TITLE, ALLCAPS, CAPNEXT, ESC = CASE_OPERATORS
 # Stand for operators in a text, after ESC
 LITERALS = "".join(chr(ord(operator) + 16) for operator in CASE_OPERATORS)
@@ -81,3 +84,19 @@ class ByteCounter(train_gpt.ByteCounter):
         super().__init__(tokenizer_path, vocab_size)
         if self.caseops:
             self.length[4:8] = 0
+
+
+class Tokenizer:
+    """Text to tokens and back, with the operators of a CaseOps tokenizer. Raises UserError for what
+    is no tokenizer of so many pieces."""
+
+    def __init__(self, path: str, vocab_size: int):
+        self.caseops = ByteCounter(path, vocab_size).caseops
+        self.pieces = sentencepiece.SentencePieceProcessor(model_file=path)
+
+    def encode(self, text: str) -> list[int]:
+        return self.pieces.encode(encode(text) if self.caseops else text)
+
+    def decode(self, ids: list[int]) -> str:
+        text = self.pieces.decode(ids)
+        return decode(text) if self.caseops else text

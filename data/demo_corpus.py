@@ -10,7 +10,6 @@ are chosen by a hash of their names. data/tokenize_text.py trains a SentencePiec
 the folder was made from the same texts, nothing is done.
 """
 
-import argparse
 import hashlib
 import json
 import re
@@ -107,8 +106,7 @@ def make(folder: Path, texts: dict[str, str], val_bytes: int, made_by: dict) -> 
     first = held_out(texts, val_bytes)
     if not first or len(first) == len(texts):
         raise UserError(
-            f"the library has {len(texts)} texts, too few for both splits: use a complete Python "
-            "installation or another --val-bytes"
+            f"the library has {len(texts)} texts, too few: use a complete Python installation"
         )
     names = first + [name for name in texts if name not in set(first)]
     with tempfile.TemporaryDirectory() as temporary, tokenize_text.new_folder(folder, True) as new:
@@ -123,18 +121,9 @@ def make(folder: Path, texts: dict[str, str], val_bytes: int, made_by: dict) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("folder", type=Path, help="folder to write")
-    parser.add_argument(
-        "--sources", type=Path, default=LIBRARY, help="folder of the library (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--val-bytes", type=int, default=150_000, help="bytes to hold out (default: %(default)s)"
-    )
-    arguments = parser.parse_args()
-    print("demonstration data", build(arguments.folder, arguments.sources, arguments.val_bytes))
+    print("demonstration data", build(parser.parse_args().folder))
 
 
 if __name__ == "__main__":

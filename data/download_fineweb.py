@@ -245,11 +245,7 @@ def check(folder: Path) -> str:
         path = folder / entry["path"]
         if not path.is_file() or shards.file_sha256(path) != entry["sha256"]:
             wrong.append(f"{path} is missing or is not the tokenizer of the shards")
-    strangers = {path.name for path in folder.glob("*.bin")} - set(manifest["files"])
-    wrong += [
-        f"{folder / name} is not in {shards.MANIFEST}, but would be read: remove it"
-        for name in sorted(strangers)
-    ]
+    wrong += shards.strangers(folder, manifest, (path.name for path in folder.glob("*.bin")))
     require(not wrong, "; ".join(wrong) + ": run this script without --check to download again")
     return f"checksums are right: {len(manifest['files'])} shards in {folder}"
 
@@ -280,33 +276,16 @@ def end(*_) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--variant",
-        default="sp1024",
-        help=f"{', '.join(REPOSITORIES)}, or another one of the repository; default: sp1024",
-    )
-    parser.add_argument(
-        "--train-shards", type=int, default=80, help="100 million tokens, 200 MB each; default: 80"
-    )
-    parser.add_argument(
-        "count", nargs="?", type=int, help="the same, as the challenge's script has it"
-    )
-    parser.add_argument(
-        "--skip-manifest", action="store_true", help=argparse.SUPPRESS
-    )  # also there
-    parser.add_argument(
-        "--with-docs", action="store_true", help="the text of the documents as well (48 GB)"
-    )
-    parser.add_argument("--check", action="store_true", help="verify the files without a download")
-    parser.add_argument(
-        "--target",
-        type=Path,
-        default=TARGET,
-        help="folder of datasets/ and tokenizers/ (default: data)",
-    )
+    parser = program.parser(__doc__)
+    add = parser.add_argument
+    others = ", ".join(REPOSITORIES)
+    add("--variant", default="sp1024", help=f"{others}, or another one of the repository")
+    add("--train-shards", type=int, default=80, help="100 million tokens, 200 MB each; default: 80")
+    add("count", nargs="?", type=int, help="the same, as the challenge's script has it")
+    add("--skip-manifest", action="store_true", help=argparse.SUPPRESS)  # also there
+    add("--with-docs", action="store_true", help="the text of the documents as well (48 GB)")
+    add("--check", action="store_true", help="verify the files without a download")
+    add("--target", type=Path, default=TARGET, help="folder of datasets/ and tokenizers/")
     arguments = parser.parse_args()
     if arguments.count is not None:
         arguments.train_shards = arguments.count

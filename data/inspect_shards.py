@@ -9,7 +9,6 @@ manifest.json; for each split its documents, bytes and repeated documents; the n
 in both splits; and some decoded samples. The exit status is non-zero if anything is wrong.
 """
 
-import argparse
 import functools
 import hashlib
 import sys
@@ -73,14 +72,9 @@ def status_of(
     names = {path.name for path in files}
     missing = sorted(set(manifest["files"]) - names)
     wrong = [f"{folder / name} is in {shards.MANIFEST} but does not exist" for name in missing]
-    status = {}
-    for name in sorted(names):
-        if name not in manifest["files"]:
-            wrong.append(
-                f"{folder / name} is not in {shards.MANIFEST}, but would be read: remove it"
-            )
-            status[name] = "not in the manifest"
-            continue
+    wrong += shards.strangers(folder, manifest, names)
+    status = dict.fromkeys(names, "not in the manifest")
+    for name in sorted(names & set(manifest["files"])):
         found = shards.problems(folder, manifest, [name])
         status[name] = "WRONG" if found else "sha256 right"
         wrong += found
@@ -93,16 +87,6 @@ def find_tokenizer(given: Path | None, folder: Path, entry: dict) -> Path | None
         given = folder / entry["path"]
         return given if given.is_file() else None
     return given
-
-
-def load_tokenizer(path: Path) -> sentencepiece.SentencePieceProcessor:
-    """The SentencePiece model at `path`. Raises UserError if there is none."""
-    try:
-        return sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError) as error:
-        raise UserError(
-            f"{path} is not a SentencePiece model: {str(error).strip().splitlines()[0]}"
-        ) from error
 
 
 def describe_files(
@@ -122,7 +106,7 @@ def describe_files(
     return wrong
 
 
-def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
+def inspect(folder: Path, tokenizer: Path | None, samples: int = 3) -> list[str]:
     """Print the report. Returns sentences on what is wrong. Raises UserError if a file cannot be
     read."""
     manifest = shards.read_manifest(folder)
@@ -137,7 +121,7 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
     tokenizer = find_tokenizer(tokenizer, folder, entry)
     pieces = counter = None
     if tokenizer:
-        pieces = load_tokenizer(tokenizer)
+        pieces = shards.load_tokenizer(tokenizer)
         counter = caseops.ByteCounter(str(tokenizer), pieces.vocab_size())
     for report in reports:
         wrong += describe_files(report, status, pieces)
@@ -216,23 +200,12 @@ def show_samples(report: SplitReport, decode: Callable[[np.ndarray], str], sampl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--tokenizer", type=Path, help="SentencePiece model of the shards (default: the manifest's)"
-    )
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=3,
-        help="number of validation documents to print (default: 3)",
-    )
+    text = "SentencePiece model of the shards (default: the manifest's)"
+    parser.add_argument("--tokenizer", type=Path, help=text)
     arguments = parser.parse_args()
-    if arguments.samples < 0:
-        parser.error("--samples must not be negative")
-    wrong = inspect(arguments.folder, arguments.tokenizer, arguments.samples)
+    wrong = inspect(arguments.folder, arguments.tokenizer)
     if wrong:
         sys.exit("\n".join(f"error: {sentence}" for sentence in wrong))
 

@@ -46,18 +46,14 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with train_gpt.as_user_error(
-            f"another program writes to {folder}",
-            "wait for it, or choose another folder",
-            BlockingIOError,
-        ):
-            try:  # until this process and its workers end
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise
-            except OSError as error:  # some network file systems have no locks
-                said = f"{folder} cannot be locked ({error.strerror})"
-                print(f"note: {said}: let no other program write there", file=sys.stderr)
+        try:  # until this process and its workers end
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            busy = f"another program writes to {folder}"
+            raise UserError(f"{busy}: wait for it, or choose another folder") from error
+        except OSError as error:  # some network file systems have no locks
+            said = f"{folder} cannot be locked ({error.strerror})"
+            print(f"note: {said}: let no other program write there", file=sys.stderr)
         try:
             yield
         finally:
@@ -130,12 +126,8 @@ def file_sha256(path: Path, seen: Callable[[int], object] = lambda count: None) 
 
 def tokenizer_entry(path: Path, folder: Path) -> dict:
     """The manifest's entry for the tokenizer at `path`, with its path relative to `folder`."""
-    vocab_size = train_gpt.sentencepiece.SentencePieceProcessor(model_file=str(path)).vocab_size()
-    return {
-        "path": Path(os.path.relpath(path, folder)).as_posix(),
-        "sha256": file_sha256(path),
-        "vocab_size": vocab_size,
-    }
+    name, size = Path(os.path.relpath(path, folder)).as_posix(), load_tokenizer(path).vocab_size()
+    return {"path": name, "sha256": file_sha256(path), "vocab_size": size}
 
 
 def write_manifest(folder: Path, **entries) -> None:
@@ -164,6 +156,21 @@ def read_manifest(folder: Path) -> dict | None:
             f"{path} cannot be read as a manifest ({reason}): make or download the data again"
         ) from error
     return manifest
+
+
+def strangers(folder: Path, manifest: dict, names: Iterable[str]) -> list[str]:
+    """A sentence per shard that the manifest lacks."""
+    others = sorted(set(names) - set(manifest["files"]))
+    return [f"{folder / n} is not in {MANIFEST}, but would be read: remove it" for n in others]
+
+
+def load_tokenizer(path: Path) -> train_gpt.sentencepiece.SentencePieceProcessor:
+    """The SentencePiece model at `path`. Raises UserError if there is none."""
+    try:
+        return train_gpt.sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{path} is not a SentencePiece model: {reason}") from error
 
 
 def problems(

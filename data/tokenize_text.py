@@ -30,6 +30,7 @@ import inspect
 import io
 import itertools
 import json
+import mmap
 import multiprocessing
 import os
 import re
@@ -157,18 +158,15 @@ def records(path: Path, reading: Reading) -> Iterator[Record]:
 
 
 def _parts(path: Path, file: io.BufferedReader, separator: bytes) -> Iterator[Record]:
-    # `begun` holds the document so far but for `rest`, in which a separator can begin
-    number, begun, rest = 1, [], b""
-    while block := file.read(CHUNK_BYTES):
-        *whole, rest = (rest + block).split(separator)
-        for part in whole:
-            yield Record(f"{path}, document {number}", b"".join([*begun, part]))
-            number, begun = number + 1, []
-        # Else each block would search and copy all of them again
-        searched = max(0, len(rest) - len(separator) + 1)
-        begun.append(rest[:searched])
-        rest = rest[searched:]
-    yield Record(f"{path}, document {number}", b"".join([*begun, rest]))
+    """A memory map is searched, as a text may be larger than the memory."""
+    start, size = file.tell(), os.fstat(file.fileno()).st_size
+    text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    for number in itertools.count(1):
+        stop = text.find(separator, start)
+        yield Record(f"{path}, document {number}", text[start : stop if stop >= 0 else size])
+        if stop < 0:
+            return
+        start = stop + len(separator)
 
 
 def _parquet(path: Path, field: str) -> Iterator[Record]:
@@ -526,12 +524,8 @@ def train_tokenizer(
 def adopt_tokenizer(path: Path, copy: Path) -> None:
     """Copy the tokenizer at `path`. Raises UserError if it cannot make shards in the challenge's
     format."""
-    try:
-        shards.write_file(copy, path.read_bytes())
-        pieces = sentencepiece.SentencePieceProcessor(model_file=str(copy))
-    except (RuntimeError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--tokenizer {path} is not a SentencePiece model: {reason}") from error
+    pieces = shards.load_tokenizer(path)
+    shards.write_file(copy, path.read_bytes())
     if pieces.bos_id() != BOS or pieces.vocab_size() > 65536:
         raise UserError(
             f"--tokenizer {path} has {pieces.vocab_size()} pieces and token {pieces.bos_id()} as BOS, but in the "
@@ -673,13 +667,9 @@ def build(
     `progress` wraps the iterator of chunks; `made_by` is the manifest's entry on the origin of the
     data (default: the options that determine the documents).
     """
-    if (
-        "return_type"
-        not in inspect.signature(sentencepiece.SentencePieceProcessor.encode).parameters
-    ):
-        raise UserError(
-            f"sentencepiece {sentencepiece.__version__} is too old: pip install -r requirements.txt"
-        )
+    encode = inspect.signature(sentencepiece.SentencePieceProcessor.encode)
+    too_old = f"sentencepiece {sentencepiece.__version__} is too old: pip install -U sentencepiece"
+    train_gpt.require("return_type" in encode.parameters, too_old)
     side = options.val_docs, options.val_fraction
     model = folder / "tokenizer.model"
     if options.tokenizer:
@@ -729,9 +719,7 @@ def progress_bar(files: list[Path]) -> Callable:
 
 def parse_arguments() -> argparse.Namespace:
     """The options. Ends the program with a message if one is out of bounds or does not fit another."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     usual = Options(workers=program.cores())._asdict() | Reading()._asdict()
 
     del usual["vocab_size"]

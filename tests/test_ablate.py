@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -185,7 +184,6 @@ def test_priced_variants_get_fewer_steps(sweep_knobs, tmp_path, monkeypatch, cap
     monkeypatch.setenv("SHORT_SEQ_PARTS", "1")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", warm_python.python())
-    monkeypatch.setattr(ablate.plain_products, "__defaults__", (0.0,))  # as few as it can
     monkeypatch.setattr(ablate, "RECORD_STEPS", 6)
     variants = {"base": ablate.Variant({})} | dict([ablate.variant("dear: QK_GAIN_INIT=4 @2.0")])
     arguments = small_arguments(tokens_per_weight=0.2)
@@ -195,7 +193,6 @@ def test_priced_variants_get_fewer_steps(sweep_knobs, tmp_path, monkeypatch, cap
     again = capsys.readouterr().out
     assert first.count("== ") == 2 and "== " not in again
     assert [line["steps"] for line in json.loads(again.splitlines()[-1])["score"]] == [6, 3]
-    assert re.search(r"(?m)^base: [\d,]+ tokens/s, [\d.]+ GFLOP/s, \d+% of the ", again)
     assert not list(Path("work").iterdir()) and Path("logs/dear_seed1.npz").is_file()
 
 

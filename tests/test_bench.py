@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-import eval as evaluation
+import artifact
 import flops
 import h100
 import optimizer
@@ -305,15 +305,15 @@ def test_the_ways_to_update_are_timed(ranks, env, tmp_path):
     assert sum(line.startswith("torch ") for line in lines) == 1 and found["bench"] == "optimizer"
     names = {row["variant"] for row in found["update"]}
     assert ("ours, all-reduced" in names, "one call each" in names) == (ranks == 2, ranks == 1)
-    assert ("iterations" in found) == (ranks == 1)
     for row in found["update"]:
         assert 0 < row["min"] <= row["ratio"] <= row["max"] and row["median_ms"] > 0
 
 
-def test_an_older_evaluator_finds_its_spans(hyperparameters):
-    """Before 2026-11-27 they were asked with a name."""
-    val = evaluation.random_text(2, hyperparameters(), torch.device("cpu"))
-    assert val.spans(documents=False).tolist() == val.spans().tolist() == [[0, val.targets]]
+def test_coders_restore_the_codes(swept, capsys):
+    artifact.compare_coders(str(min((swept / "logs").glob("*.npz"))))
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["variant"] for row in found["coders"]] == [*train_gpt.CODERS, "#399"]
+    assert all(row["ratio"] == row["bytes"] / found["entropy_bytes"] for row in found["coders"])
 
 
 @pytest.mark.parametrize("program", ["step", "eval"])

@@ -31,10 +31,6 @@ def test_welch_is_the_textbook_one(tmp_path):
     assert test.t == pytest.approx((np.mean(a) - np.mean(b) - 0.005) / sum(variance) ** 0.5)
     df = sum(variance) ** 2 / (variance[0] ** 2 / 3 + variance[1] ** 2 / 2)
     assert test.df == pytest.approx(df)
-    least = compare.smallest(a, b, compare.RECORD)
-    shifted = [value - (least - (np.mean(a) - np.mean(b))) for value in b]
-    # The smallest gain is just significant
-    assert compare.welch(a, shifted, 0.005).p == pytest.approx(compare.RECORD.level)
     cauchy = 0.5 - np.arctan(21) / np.pi  # t with one degree of freedom
     assert compare.paired([1.9, 1.92], [1.8, 1.81]).p == pytest.approx(cauchy)
     assert compare.welch([1.0], b) is None and compare.welch([1.0, 1.0], [0.5, 0.5]) is None
@@ -86,7 +82,7 @@ def test_pairs_are_of_equal_seeds_in_any_order_of_the_logs():
 
     def paired(*sides) -> list[str]:
         losses = [[run.score.loss for run in side] for side in sides]
-        lines = compare.tests_of(*sides, *losses, compare.RECORD)
+        lines = compare.tests_of(*sides, *losses)
         return [line for line in lines if "paired" in line]
 
     test = compare.paired([1.9, 1.95, 1.97], [1.85, 1.93, 1.91])
@@ -200,7 +196,6 @@ def made(losses: list[float]) -> list[runs.Run]:
 def test_how_many_more_seeds_would_be_needed():
     """The count is the first at which Welch's test would be significant."""
     a, b = made([1.02, 1.03, 1.01]), made([1.00, 1.01, 0.99])
-    rule = compare.RECORD
     counts, why = compare.verdict(a, b)
     assert not counts
     needed = int(re.search(r"(\d+) seeds of each would show it", why)[1])
@@ -214,21 +209,14 @@ def test_how_many_more_seeds_would_be_needed():
             mean, deviation = statistics.fmean(side), statistics.stdev(side)
             values = np.arange(count) - (count - 1) / 2
             found.append((mean + deviation * values / values.std(ddof=1)).tolist())
-        return compare.welch(*found, rule.margin).p
+        return compare.welch(*found, compare.MARGIN).p
 
-    assert p_of(needed) < rule.level <= p_of(needed - 1)
-    assert compare.seeds_needed(*reversed(sides), rule) is None, "B is worse"
+    assert p_of(needed) < compare.RECORD_LEVEL <= p_of(needed - 1)
+    assert compare.seeds_needed(*reversed(sides)) is None, "B is worse"
     several = sides[0], sides[1] * 4
-    fewer = compare.seeds_needed(*several, rule)
+    fewer = compare.seeds_needed(*several)
     assert 3 < fewer < 12
-    assert f"{fewer - 3} more of A and 0 more of B" in compare.more_seeds(*several, rule)
-
-
-def test_the_rule_of_the_later_board():
-    """p < 0.25 is enough there; another margin may not be."""
-    a, b = made([1.02, 1.03, 1.01]), made([1.00, 1.01, 0.99])
-    assert compare.verdict(a, b, compare.Rule(level=0.25))[0] and not compare.verdict(a, b)[0]
-    assert not compare.verdict(a, b, compare.Rule(0.05, 0.25))[0]
+    assert f"{fewer - 3} more of A and 0 more of B" in compare.more_seeds(*several)
 
 
 @pytest.mark.parametrize("score", ["nan", "inf", "0.0"])

@@ -53,7 +53,7 @@ def test_corpus_is_exact_and_split_by_document(built, library):
     expected = b"".join(texts[name].encode() for name in held_out)
     counter = train_gpt.ByteCounter(str(folder / "tokenizer.model"), demo_corpus.VOCAB_SIZE)
     tokens = train_gpt.read_shard(folder / "fineweb_val_000000.bin")
-    found = report.validation(str(folder), str(folder / "tokenizer.model"))
+    found = report.validation(str(folder), str(folder / "tokenizer.model"), demo_corpus.VOCAB_SIZE)
     assert found == (len(tokens), expected)
     assert counter.count(tokens).sum() == len(expected)
     assert (tokens == train_gpt.BOS).sum() == len(held_out)
@@ -138,7 +138,7 @@ def test_report(demonstrated):
     result = run(command, {"EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "8"}, folder)
     history = report.read_events(folder / "logs" / "demo.jsonl")
     events = {event["event"]: event for event in history}
-    text = report.validation(str(data), str(data / "tokenizer.model"))
+    text = report.validation(str(data), str(data / "tokenizer.model"), 1024)
     rows = {row[0]: row[1] for row in report.table(events, *text)}
     assert rows["all tokens equally likely"] > 3 and 1 < rows["xz -9e"] < 8
     assert f"{rows['artifact, sliding windows']:.4f}" in result.stdout
@@ -170,14 +170,14 @@ def test_loss_curve():
 
 def test_text_of_own_data(data, tmp_path):
     """All validation shards are used. Text without document starts is whole."""
-    tokens, text = report.validation(str(data), str(data / "tokenizer.model"))
+    tokens, text = report.validation(str(data), str(data / "tokenizer.model"), VOCAB)
     parts = [train_gpt.read_shard(data / f"fineweb_val_00000{i}.bin") for i in (0, 1)]
     assert tokens == sum(map(len, parts))
     counter = train_gpt.ByteCounter(str(data / "tokenizer.model"), VOCAB)
     # A document continues in the second shard
     assert len(text) == counter.count(np.concatenate(parts)).sum()
     write_shard(tmp_path / "fineweb_val_000000.bin", parts[0][5:24])
-    count, text = report.validation(str(tmp_path), str(data / "tokenizer.model"))
+    count, text = report.validation(str(tmp_path), str(data / "tokenizer.model"), VOCAB)
     expected = counter.count(np.append(train_gpt.BOS, parts[0][5:24])).sum()
     assert (count, len(text)) == (19, expected)
 

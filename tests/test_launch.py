@@ -33,20 +33,6 @@ def test_ranks_have_the_variables_of_torchrun(tmp_path):
     assert int(lines[0][-1]) > 0
 
 
-@pytest.mark.parametrize(
-    "gpus, seen", [({}, "01"), ({"CUDA_VISIBLE_DEVICES": "4,GPU-5"}, ["4", "GPU-5"])]
-)
-def test_a_rank_can_see_only_its_gpu(gpus, seen, tmp_path):
-    """As torchrun does it with the same variable."""
-    show = "print(os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])"
-    environment = {"PET_VIRTUAL_LOCAL_RANK": "1", **gpus}
-    out, _ = started(tmp_path, show, **environment).communicate()
-    assert sorted(out.splitlines()) == [f"0 {gpu}" for gpu in seen]
-    if gpus:
-        _, error = started(tmp_path, show, ranks=3, **environment).communicate()
-        assert error == "error: NPROC=3, but CUDA_VISIBLE_DEVICES has 2: set fewer\n"
-
-
 KILLED = "error: rank 1 was killed by SIGKILL: is the memory full?"
 CUT = "error: rank 1 was killed by SIGBUS: is a library in the compile cache cut, or /dev/shm full?"
 

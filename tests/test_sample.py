@@ -75,7 +75,7 @@ def test_a_document_ends_a_text(hyperparameters, monkeypatch):
 
 
 def test_a_character_of_several_tokens_comes_whole(data):
-    tokenizer = sample.Tokenizer(str(data / "tokenizer.model"), VOCAB)
+    tokenizer = caseops.Tokenizer(str(data / "tokenizer.model"), VOCAB)
     ids = [BOS, *tokenizer.encode("x")]
     after = tokenizer.encode("\u4e2d!")[-4:]  # three bytes, then a character
     parts = list(sample.texts(ids, (ids.append(token) for token in after), tokenizer.decode, 0))
@@ -88,7 +88,7 @@ def test_prompts_of_a_caseops_tokenizer(tmp_path):
     coded = [caseops.encode(part) for part in train_gpt.SOURCE.decode().split("\n\n")]
     model = tokenize_text.train_tokenizer(coded, 400, operators=train_gpt.CASE_OPERATORS)
     (tmp_path / "t.model").write_bytes(model)
-    tokenizer = sample.Tokenizer(str(tmp_path / "t.model"), 400)
+    tokenizer = caseops.Tokenizer(str(tmp_path / "t.model"), 400)
     ids = tokenizer.encode("The NASA probe.")
     assert tokenizer.decode(ids) == "The NASA probe." and 4 in ids, "TITLE is a piece"
 
@@ -139,7 +139,7 @@ def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, cap
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False)
     sample.main()
     assert seen[3:] == [[BOS, *whole]]
-    tokenizer = sample.Tokenizer(str(data / "tokenizer.model"), VOCAB)
+    tokenizer = caseops.Tokenizer(str(data / "tokenizer.model"), VOCAB)
     assert capsys.readouterr().out == tokenizer.decode(whole) + "\n"
     latin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="latin-1")
     monkeypatch.setattr(sys, "stdin", latin)

@@ -8,29 +8,27 @@
 
 A variant is a name and the knobs in which it differs from the base: the demonstration's small
 model, changed by the environment. A variant that is code is a knob of its own, off by default.
-Without DATA_PATH the runs train on the demonstration's data, which are made if necessary; a folder
-with a manifest.json names its tokenizer. EVAL_STRIDE follows EVAL_SEQ_LEN unless it is set.
+Without DATA_PATH the runs train on the demonstration's data; a folder with a manifest.json names its
+tokenizer. EVAL_STRIDE follows EVAL_SEQ_LEN unless it is set. With TARGET_BYTES all runs have the
+same size of code and artifact, as far as they reach it.
 
-TARGET_BYTES gives all runs the same size of code and artifact (the quantisation steps are widened
-until it fits; a variant that is smaller anyway stays so, and the table shows it). The variants take
-turns within a seed, so a slowdown of the machine affects all of them. `--jobs` runs go side by
-side, each with its share of the cores. Logs go to --folder; a run that has finished there is not
-repeated. With --tokens-per-weight an interrupted one continues from its checkpoint. Another
-train_gpt.py needs another folder.
+The variants take turns within a seed, so a slowdown of the machine affects all of them. `--jobs`
+runs go side by side. Logs go to --folder; a run that has finished there is not repeated. With
+--tokens-per-weight an interrupted one continues from its checkpoint. Another train_gpt.py needs
+another folder.
 
 With `--tokens-per-weight` the base is the record in small: its layers, its proportions and its
-7,000 steps, so all knobs that concern the schedule keep their values. Width, heads, context and the
-bigram table shrink, and the batch is what makes that many training tokens per weight (the record
-has 205 in 7,000 steps). The artifact has as many bits per weight as the record's. `@1.03` is the
-price of a variant: its step takes 1.03 times as long in the record, so it gets 1/1.03 of the steps.
+7,000 steps, so all knobs that concern the schedule keep their values. The batch makes that many
+training tokens per weight (the record has 205), and the artifact has as many bits per weight as the
+record's. `@1.03` is the price of a variant: its step takes 1.03 times as long in the record, so it
+gets 1/1.03 of the steps.
 
-A comparison prints for each variant the mean, standard deviation, difference to the base in bits
-per byte, p that it is better at all (Welch's test and paired by seed, one-sided; corrected for the
-number of variants by Holm's method), the difference before the export, steps, ratio of step times
-(with a ? if its seeds differ by more than 10 %), and bytes. "Before the export" is the averaged
-weights, with non-overlapping windows. Below the table are the verdict, by Welch's p, and the
-smallest gain that these seeds would have shown (p 0.05, power 0.8): a smaller one, or none, looks
-the same. The last line is JSON, which --folder keeps as ablation.json.
+The table has for each variant the mean, standard deviation, difference to the base in bits per
+byte, p that it is better at all (Welch's test and paired by seed, one-sided; corrected for the
+number of variants by Holm's method), the difference before the export (averaged weights,
+non-overlapping windows), steps, ratio of step times (with a ? if its seeds differ by more than
+10 %), and bytes. Below it are the verdict, by Welch's p, and the smallest gain that these seeds
+would have shown (p 0.05, power 0.8). The last line is JSON, which --folder keeps as ablation.json.
 """
 
 import argparse
@@ -42,7 +40,6 @@ import shutil
 import signal
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,20 +52,17 @@ import program
 import compare
 import demo_corpus
 import demo_settings
-import flops
 import sweep
 import train_gpt
 from lib import runs
 from train_gpt import Hyperparameters, UserError
 
 # isort: split
-import torch
 
 # 1.0 million parameters; 400 steps take some minutes on one core.
 BASE = demo_settings.CPU | {"WARMDOWN_FRAC": 0.4, "VAL_LOSS_EVERY": 0}
 STEPS = 400
 POINTS = 50  # of a curve
-POWER = 0.8  # of the smallest gain that is seen, at compare.LEVEL
 RECORD_STEPS = 7000  # of #399 in 600 s
 WIDTH = 48  # of the record in small
 MICRO = 16_384  # tokens per forward of the record in small
@@ -261,15 +255,6 @@ def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list
     return found
 
 
-def detectable(test: compare.Test, tests: int) -> float:
-    """The gain that this test, one of so many, would show at p compare.LEVEL with a probability of
-    POWER: the power formula of a t-test, with the deviations of its runs."""
-    quantile = compare.scipy_stats().t.ppf
-    return (
-        float(quantile(1 - compare.LEVEL / tests, test.df) + quantile(POWER, test.df)) * test.error
-    )
-
-
 def holm(values: list[float | None]) -> list[float | None]:
     """The p of several tests, corrected: if nothing has an effect, one of them is below a level as
     rarely as the p of a single test (S. Holm, Scand. J. Statist. 6, 1979)."""
@@ -295,16 +280,11 @@ def row(name: str, members: list[runs.Run], base: list[runs.Run], tests: int) ->
         before = statistics.fmean(gains)
     if members[0].step_ms:
         ratios = [a.step_ms / b.step_ms for a, b in zip(members, base, strict=True)]
-    return {
-        "variant": name,
-        "mean": mean,
-        "std": std,
-        "n": len(bpb),
+    found = {"variant": name, "mean": mean, "std": std, "n": len(bpb), "before": before}
+    found |= {"p": welch and welch.p, "p_paired": paired and paired.p}
+    return found | {
         "difference": mean - statistics.fmean(base_bpb),
-        "p": welch and welch.p,
-        "p_paired": paired and paired.p,
-        "detectable": welch and detectable(welch, tests),
-        "before": before,
+        "detectable": welch and compare.detectable(welch, compare.LEVEL / tests),
         "steps": statistics.fmean(run.steps or 0 for run in members),
         "bytes": max(run.model_bytes or 0 for run in members),
         "time_ratio": statistics.median(ratios) if ratios else None,
@@ -325,15 +305,8 @@ def unsure(line: dict) -> str:
 
 
 FORMS = {  # of the columns
-    "mean": ".5f",
-    "std": ".5f",
-    "difference": "+.5f",
-    "p": ".4f",
-    "p_paired": ".4f",
-    "before": "+.5f",
-    "steps": ".0f",
-    "time_ratio": ".3f",
-    "bytes": ",.0f",
+    **{"mean": ".5f", "std": ".5f", "difference": "+.5f", "p": ".4f", "p_paired": ".4f"},
+    **{"before": "+.5f", "steps": ".0f", "time_ratio": ".3f", "bytes": ",.0f"},
 }
 
 
@@ -345,45 +318,6 @@ def table(rows: list[dict]) -> str:
         shown["time_ratio"] += "?" * bool(unsure(line))
         cells.append([line["variant"], *shown.values()])
     return runs.aligned(cells)
-
-
-def plain_products(hp: Hyperparameters, dtype: torch.dtype, seconds: float = 1.0) -> float:
-    """FLOP/s of the model's matrix products alone, by F.linear, forward and backward, in CPU time
-    of this process."""
-    shapes = [kind.shape(hp) for kind in train_gpt.MATRICES] * hp.num_layers
-    shapes.append((hp.vocab_size, hp.model_dim))
-    tokens = min(hp.train_batch_tokens, hp.micro_batch_tokens or hp.train_batch_tokens)
-    spent = work = 0.0
-    for shape in set(shapes):
-        weight = torch.randn(shape, dtype=dtype, requires_grad=True)
-        x = torch.randn(tokens, shape[1], dtype=dtype, requires_grad=True)
-        grad = torch.randn(tokens, shape[0], dtype=dtype)
-        times = []
-        while len(times) < 3 or sum(times) < seconds / len(set(shapes)):
-            began = time.process_time()
-            torch.nn.functional.linear(x, weight).backward(grad)
-            times.append(time.process_time() - began)
-        spent += shapes.count(shape) * statistics.median(times)
-        work += shapes.count(shape) * 6 * tokens * math.prod(shape)
-    return work / spent
-
-
-def speed(run: runs.Run) -> str:
-    """Tokens and floating-point operations per second of a run on a CPU, beside plain matrix
-    products on this one."""
-    hp = Hyperparameters.from_env(
-        {name: value for name, value in run.settings.items() if name in runs.KNOBS}
-    )
-    short = train_gpt.SHORT_SEQ_FRACTION if hp.short_seq_parts > 1 else 0.0
-    lengths = (hp.train_seq_len, 1 - short), (hp.train_seq_len // hp.short_seq_parts, short)
-    operations = sum(share * flops.flops_per_token(hp, length) for length, share in lengths)
-    rate = 1000 * hp.train_batch_tokens / run.step_ms
-    dtype = train_gpt.choose_dtype(hp.compute_dtype, torch.device("cpu"))
-    plain = plain_products(hp, dtype)
-    return (
-        f"{rate:,.0f} tokens/s, {rate * operations / 1e9:.1f} GFLOP/s, "
-        f"{rate * operations / plain:.0%} of the {plain / 1e9:.1f} GFLOP/s of its matrix products alone"
-    )
 
 
 def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
@@ -409,12 +343,10 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
         if line["detectable"]:
             print(
                 f"{line['variant']}: with {line['n']} seeds only a gain of {line['detectable']:.4f} or "
-                f"more is seen in {POWER:.0%} of comparisons; a smaller one may exist"
+                f"more is seen in {compare.POWER:.0%} of comparisons; a smaller one may exist"
             )
         if why := unsure(line):
             print(f"{line['variant']}: time_ratio is uncertain, as {why}")
-    if arguments.tokens_per_weight:
-        print(f"\nbase: {speed(first)}")
     Path("ablation.json").write_text(json.dumps(report) + "\n")
     print(json.dumps(report))
 
@@ -437,32 +369,18 @@ def choose_data() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("variants", nargs="*", help='"name: KNOB=value ..."')
-    length = parser.add_mutually_exclusive_group()
+    parser = program.parser(__doc__)
+    add, length = parser.add_argument, parser.add_mutually_exclusive_group()
+    add("variants", nargs="*", help='"name: KNOB=value ..."')
     length.add_argument("--steps", type=int, default=0, help=f"steps per run; default: {STEPS}")
     length.add_argument("--seconds", type=float, default=0.0, help="training seconds per run")
-    length.add_argument(
-        "--tokens-per-weight",
-        type=float,
-        default=0.0,
-        help="the record in small, with so many tokens",
-    )
-    parser.add_argument(
-        "--width", type=int, default=WIDTH, help=f"width of the record in small; default: {WIDTH}"
-    )
-    parser.add_argument(
-        "--jobs", type=program.count, default=2, help="runs side by side; default: 2"
-    )
-    parser.add_argument("--seeds", type=seed, nargs="+", default=[1, 2, 3])
-    parser.add_argument(
-        "--folder",
-        type=program.output_folder,
-        default=Path("ablations"),
-        help="default: %(default)s",
-    )
+    text = "the record in small, with so many tokens"
+    length.add_argument("--tokens-per-weight", type=float, default=0.0, help=text)
+    add("--width", type=int, default=WIDTH, help=f"of the record in small; default: {WIDTH}")
+    add("--jobs", type=program.count, default=2, help="runs side by side; default: 2")
+    add("--seeds", type=seed, nargs="+", default=[1, 2, 3])
+    text = "default: %(default)s"
+    add("--folder", type=program.output_folder, default=Path("ablations"), help=text)
     arguments = parser.parse_args()
     variants = {"base": Variant({})} | dict(variant(text) for text in arguments.variants)
     check(variants, arguments)

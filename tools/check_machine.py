@@ -12,7 +12,6 @@ to paste; logs/check.json has the same. The exit status is 0 only if all is read
 takes minutes the first time; a run then finds it in the cache.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -595,9 +594,7 @@ def check(hp: Hyperparameters) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.parse_args()
     hp = Hyperparameters.from_env(dict(os.environ))
     none = {"resume": "", "eval_only": "", "run_id": hp.run_id or "check"}

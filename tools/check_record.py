@@ -15,7 +15,6 @@ stranger's folder in a container. Published folders can be checked too; what the
 contain is reported as such.
 """
 
-import argparse
 import ast
 import json
 import os
@@ -51,6 +50,9 @@ NETWORK = {
 }
 # fmt: on
 FEW_STEPS = 100
+# What published logs and submissions have alike
+FIGURES = {"val_loss", "val_bpb", "val_loss_std", "val_bpb_std", "seeds", "seed_results"}
+FIGURES |= {"artifact_bytes", "bytes_total", "bytes_code", "compliance"}
 SECRETS = re.compile(
     r"(hf_[A-Za-z0-9]{30,}|(?:API_KEY|SECRET|PASSWORD|ACCESS_TOKEN|HF_TOKEN)\s*[=:]\s*\S{8,})"
 )
@@ -128,12 +130,9 @@ class Folder:
                 self.problems.append(str(error))
         found = []
         for run in runs.with_evaluations(self.logs):
-            try:
-                run.score  # noqa: B018  raises if the run did not finish
-            except UserError as error:
-                self.problems.append(str(error))
-                continue
-            if run.settings.get("EVAL_ONLY"):
+            if run.fault:
+                self.problems.append(run.fault)
+            elif run.settings.get("EVAL_ONLY"):
                 fault = f"{run.path.name} scores an artifact whose training has no log"
                 self.problems.append(fault)
             else:
@@ -208,139 +207,75 @@ def tilted(folder: Folder) -> bool:
     return any(run.configuration.get("NGRAM_TILT") == "True" for run in folder.runs)
 
 
-def close(given: object, found: float | None, digits: int) -> bool:
+def close(given: object, found: object, digits: int) -> bool:
     """Whether a figure of submission.json equals the logs' to as many digits as it has, and to at
     least `digits`."""
-    if not isinstance(given, (int, float)) or found is None:
+    if not (isinstance(given, (int, float)) and isinstance(found, (int, float))):
         return False
     digits = max(digits, len(repr(float(given)).partition(".")[2]))
     return abs(given - found) <= 0.51 * 10 ** -min(digits, 8) + 1e-12 * abs(found)
 
 
 def same_figures(folder: Folder) -> Iterator[Verdict]:
-    """submission.json against the logs."""
+    """submission.json against what tools/make_record.py would write."""
     rule = "submission.json says what the logs say"
     if not folder.runs or folder.code is None:
         yield Verdict("n/a", rule, "there are no readable logs, or no script")
         return
-    facts = figures(folder)
-    faults = [
-        figure_fault(key, value, facts, len(folder.code))
-        for key, value in folder.submission.items()
-    ]
-    ours = all(run.started for run in folder.runs)
-    listed = folder.submission.get("seed_results")
-    if isinstance(listed, (dict, list)):
-        faults += seed_faults(listed, facts["seed_results"], ours)
-    faults += compliance_faults(compliance(folder), facts["compliance"])
-    faults += words_faults(folder, facts) if ours else []
-    yield verdict(
-        rule,
-        "; ".join(fault for fault in faults if fault),
-        f"val_bpb {facts['val_bpb']:.5f}, val_loss {facts['val_loss']:.5f} over {len(folder.runs)} seeds",
-    )
+    facts = make_record.summary(folder.runs, len(folder.code))
+    given = folder.submission | {"compliance": compliance(folder)}
+    ours, logged = all(run.started for run in folder.runs), facts["seed_results"]
+    if not ours:  # published ones describe the machine in their own words
+        facts = {name: fact for name, fact in facts.items() if name in FIGURES}
+        for seed, row in logged.items():
+            logged[seed] = {name: fact for name, fact in row.items() if name in FIGURES}
+    facts["seeds"] = sorted(logged)
+    facts["compliance"] = {"score_first_ttt": False} | facts["compliance"]
+    # Published ones also list the results, name one seed, and give the total of any seed.
+    if "seeds" in given:
+        seeds = given["seeds"]
+        given["seeds"] = sorted(map(str, seeds if isinstance(seeds, (list, dict)) else [seeds]))
+    rows = given.get("seed_results", logged)
+    if isinstance(rows, list):
+        rows = {str(row.get("seed")): row for row in rows if isinstance(row, dict)}
+    given["seed_results"] = rows = rows if isinstance(rows, dict) else logged
+    if given.get("bytes_total") in [row.get("artifact_bytes") for row in logged.values()]:
+        facts["bytes_total"] = given["bytes_total"]
+    faults = [f"seed_results has seed {seed}, which has no log" for seed in rows.keys() - logged]
+    faults += [f"seed_results lacks seed {seed}" for seed in logged.keys() - rows]
+    faults += contradictions(given, facts)
+    faults += words_faults(folder) if ours else []
+    detail = f"val_bpb {facts['val_bpb']:.5f}, val_loss {facts['val_loss']:.5f}"
+    yield verdict(rule, "; ".join(faults), f"{detail} over {len(folder.runs)} seeds")
 
 
-def figure_fault(key: str, value: object, facts: dict, code_bytes: int) -> str:
-    """How one entry of submission.json differs from the logs, or ""."""
-    # Some submissions give the largest total, some that of the first seed.
-    totals = {row.get("artifact_bytes") for row in facts["seed_results"].values()}
-    if (
-        key == "val_loss"
-        and close(value, facts["val_bpb"], 3)
-        and not close(value, facts["val_loss"], 3)
-    ):
-        loss = facts["val_loss"]
-        return f"val_loss is {value}, which is the bits per byte: val_loss is nats per token, {loss:.5f}"
-    if key in ("val_loss", "val_bpb") and not close(value, facts[key], 4):
-        return f"{key} is {value}, the logs' mean is {facts[key]:.5f} ({facts['eval_method']})"
-    if key in ("val_loss_std", "val_bpb_std") and key in facts and not close(value, facts[key], 4):
-        return f"{key} is {value}, the logs' is {facts[key]:.5f}"
-    if key == "seeds" and seeds_of(value) != sorted(facts["seed_results"]):
-        return f"seeds are {seeds_of(value)}, the logs' {sorted(facts['seed_results'])}"
-    if key == "bytes_total" and facts["bytes_total"] and value not in totals:
-        return f"bytes_total is {value}, the largest of the logs' with this code is {facts['bytes_total']}"
-    if key == "bytes_code" and value != code_bytes:
-        return f"bytes_code is {value}, train_gpt.py has {code_bytes}"
-    return ""
+def contradictions(given: dict, facts: dict, place: str = "") -> Iterator[str]:
+    """Where entries of submission.json differ from what the logs show."""
+    for name, fact in facts.items():
+        value = given.get(name)
+        if isinstance(fact, dict) and isinstance(value, dict):
+            yield from contradictions(value, fact, f" of {name}")
+        elif value is None or fact is None or value == fact or close(value, fact, 4):
+            continue
+        elif name == "val_loss" and close(value, facts["val_bpb"], 3):
+            yield f"val_loss is {value}, which is bits per byte: val_loss is nats per token, {fact}"
+        # In older records it has the calibration.
+        elif name != "step_avg_ms" or not close(
+            value, round(1000 * facts["train_time_s"] / facts["steps"], 2), 4
+        ):
+            yield f"{name}{place} is {value!r}, the logs show {fact!r}"
 
 
-def seeds_of(given: object) -> list[str]:
-    """The seeds that submission.json names, in a list or as the keys of an object."""
-    return sorted(map(str, given)) if isinstance(given, (list, dict)) else [str(given)]
-
-
-def figures(folder: Folder) -> dict:
-    """What submission.json should contain. Published logs do not contain everything."""
-    members = folder.runs
-    if all(run.model_bytes is not None for run in members):
-        return make_record.summary(members, len(folder.code))
-    return {
-        "val_loss": runs.mean_std([run.score.loss for run in members])[0],
-        "val_bpb": runs.mean_std([run.score.bpb for run in members])[0],
-        "bytes_total": None,
-        "eval_method": members[0].score_name,
-        "compliance": make_record.compliance(members, len(folder.code)),
-        "seed_results": {
-            str(run.seed): {"val_loss": run.score.loss, "val_bpb": run.score.bpb} for run in members
-        },
-    }
-
-
-def compliance_faults(given: dict, found: dict[str, bool | None]) -> list[str]:
-    """The statements that the logs contradict."""
-    shown = {"score_first_ttt": False} | {k: v for k, v in found.items() if v is not None}
-    if found.get("score_first_ttt", False) is None:
-        del shown["score_first_ttt"]
-    return [
-        f"{name} is {given[name]}, the logs show {value}"
-        for name, value in shown.items()
-        if given.get(name) not in (None, value)
-    ]
-
-
-def words_faults(folder: Folder, facts: dict) -> list[str]:
-    """How the texts of submission.json differ from our logs, which have all of them."""
-    given = folder.submission
-    faults = [
-        f"{key} is {given[key]!r}, the logs say {facts[key]!r}"
-        for key in ("hardware", "pytorch_version", "eval_method")
-        if key in given and given[key] != facts.get(key, given[key])
-    ]
-    if str(given.get("date", "9")) < (last := make_record.last_day(folder.runs)):
-        faults.append(f"date is {given['date']}, before the last log, {last}")
-    settings = folder.runs[0].configuration
-    for name, value in re.findall(
-        r"\b([A-Z][A-Z0-9_]+)=(\S+)", str(given.get("technique_summary"))
-    ):
+def words_faults(folder: Folder) -> Iterator[str]:
+    """How the day and the settings of submission.json differ from those of our logs."""
+    given, last = folder.submission, make_record.last_day(folder.runs)
+    if str(given.get("date", "9")) < last:
+        yield f"date is {given['date']}, before the last log, {last}"
+    settings, said = folder.runs[0].configuration, str(given.get("technique_summary"))
+    for name, value in re.findall(r"\b([A-Z][A-Z0-9_]+)=(\S+)", said):
         logged = settings.get(name, value)
         if value not in (logged, make_record.portable(logged)):
-            faults.append(f"technique_summary has {name}={value}, the logs {name}={logged}")
-    return faults
-
-
-def seed_faults(given: dict | list, found: dict, ours: bool) -> list[str]:
-    """How `seed_results`, an object by seed or a list of objects, differs from the logs: of ours, in
-    any figure."""
-    if isinstance(given, dict):
-        given = [{"seed": seed, **row} for seed, row in given.items() if isinstance(row, dict)]
-    rows = {str(row.get("seed")): row for row in given if isinstance(row, dict)}
-    faults = [
-        f"seed_results has seed {seed}, which has no log" for seed in rows if seed not in found
-    ]
-    faults += [f"seed_results lacks seed {seed}" for seed in found if seed not in rows]
-    for seed, row in rows.items():
-        logged = found.get(seed, {})
-        keys = logged if ours else ("val_loss", "val_bpb", "artifact_bytes")
-        for key in (key for key in keys if key in row):
-            right = [logged.get(key)]
-            if key == "step_avg_ms":  # in older records with calibration
-                right.append(round(1000 * logged["train_time_s"] / logged["steps"], 2))
-            if key in logged and not any(close(row[key], value, 4) for value in right):
-                faults.append(
-                    f"seed_results has {key} {row[key]} for seed {seed}, the log {right[0]}"
-                )
-    return faults
+            yield f"technique_summary has {name}={value}, the logs {name}={logged}"
 
 
 def one_configuration(folder: Folder) -> Iterator[Verdict]:
@@ -585,15 +520,10 @@ def check(folder: Folder, legality_probes: bool = False) -> list[Verdict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--legality",
-        action="store_true",
-        help="probe the evaluation for the four conditions (30 s)",
-    )
+    text = "probe the evaluation for the four conditions (30 s)"
+    parser.add_argument("--legality", action="store_true", help=text)
     arguments = parser.parse_args()
     found = check(Folder(arguments.folder), arguments.legality)
     for status, rule, detail in found:

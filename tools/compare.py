@@ -13,7 +13,6 @@ record, 3 if it would not, and 1 if the two cannot be compared. --record compare
 one log, step by step, with those of a record; the exit status is 3 if it is behind them.
 """
 
-import argparse
 import math
 import statistics
 import sys
@@ -27,17 +26,10 @@ import program
 from lib import record_curves, runs
 from lib.runs import Run, UserError
 
-
-class Rule(NamedTuple):
-    """What counts: B is better than A by more than a margin, in nats, at p below a level."""
-
-    margin: float = 0.005  # nats, by the challenge's rule for records
-    level: float = 0.01  # of p, by the same rule
-
-
-RECORD = Rule()
-LATER = Rule(level=0.25)  # of the challenge's later board
+MARGIN = 0.005  # nats by which a record is better, by the challenge's rule
+RECORD_LEVEL = 0.01  # of its p, by the same rule
 LEVEL = 0.05  # of an experiment
+POWER = 0.8  # of the smallest gain that is seen
 MOST_SEEDS = 1000  # of a side, when more would be needed
 
 
@@ -112,19 +104,17 @@ def losses(a: list[Run], b: list[Run]) -> tuple[list[float], list[float], str]:
     return [run.score.loss for run in a], of_b, ""
 
 
-def smallest(a: list[float], b: list[float], rule: Rule) -> float | None:
-    """The smallest gain in nats that would have been significant with these numbers of seeds and
-    deviations."""
-    test = welch(a, b)
-    if test is None:
-        return None
-    return rule.margin + float(scipy_stats().t.ppf(1 - rule.level, test.df)) * test.error
+def detectable(test: Test, level: float = LEVEL) -> float:
+    """The gain that a test would show at p `level` with a probability of POWER: the power formula of
+    a t-test, with the deviations of its runs."""
+    quantile = scipy_stats().t.ppf
+    return float(quantile(1 - level, test.df) + quantile(POWER, test.df)) * test.error
 
 
-def seeds_needed(a: list[float], b: list[float], rule: Rule) -> int | None:
+def seeds_needed(a: list[float], b: list[float]) -> int | None:
     """Seeds of each side from which Welch's test would be significant, if means and deviations stay
     as they are. None if none are enough or the deviations are not known."""
-    over = statistics.fmean(a) - statistics.fmean(b) - rule.margin
+    over = statistics.fmean(a) - statistics.fmean(b) - MARGIN
     if welch(a, b) is None or over <= 0:
         return None
     survival = scipy_stats().t.sf
@@ -132,37 +122,37 @@ def seeds_needed(a: list[float], b: list[float], rule: Rule) -> int | None:
     for count in range(2, MOST_SEEDS + 1):
         parts = [variance / count for variance in variances]
         df = sum(parts) ** 2 / sum(part**2 / (count - 1) for part in parts)
-        if survival(over / math.sqrt(sum(parts)), df) < rule.level:
+        if survival(over / math.sqrt(sum(parts)), df) < RECORD_LEVEL:
             return count
     return None
 
 
-def more_seeds(a: list[float], b: list[float], rule: Rule) -> str:
+def more_seeds(a: list[float], b: list[float]) -> str:
     """How many more would be needed, as advice."""
-    count = seeds_needed(a, b, rule)
+    count = seeds_needed(a, b)
     if count is None or count <= min(len(a), len(b)):
         return "Run more seeds"
     missing = f"{max(0, count - len(a))} more of A and {max(0, count - len(b))} more of B"
     return f"With these means and deviations {count} seeds of each would show it: {missing}"
 
 
-def verdict(a: list[Run], b: list[Run], rule: Rule = RECORD) -> tuple[bool, str]:
+def verdict(a: list[Run], b: list[Run]) -> tuple[bool, str]:
     """(whether B would count, the reason)."""
     of_a, of_b, _ = losses(a, b)
     gain = statistics.fmean(of_a) - statistics.fmean(of_b)
-    test = welch(of_a, of_b, rule.margin)
-    if gain < rule.margin:
+    test = welch(of_a, of_b, MARGIN)
+    if gain < MARGIN:
         way = "better" if gain >= 0 else "worse"
-        wanted = f"at least {rule.margin} are required"
+        wanted = f"at least {MARGIN} are required"
         return False, f"Not a record: B is {way} by {abs(gain):.4f} nats, and {wanted}"
     if test is None:
         seeds = f"{len(a)} and {len(b)} seeds cannot show it"
         return False, f"Not a record yet. {gain:.4f} nats are enough, but {seeds}: run 3 of each"
-    if test.p >= rule.level:
+    if test.p >= RECORD_LEVEL:
         doubt = f"The gain of {gain:.4f} nats is large enough, but it may be chance"
-        limits = f"p = {test.p:.4g}, a record needs p < {rule.level}"
-        return False, f"Not a record yet. {doubt} ({limits}). {more_seeds(of_a, of_b, rule)}"
-    over = f"more than {rule.margin} at p = {test.p:.2g}"
+        limits = f"p = {test.p:.4g}, a record needs p < {RECORD_LEVEL}"
+        return False, f"Not a record yet. {doubt} ({limits}). {more_seeds(of_a, of_b)}"
+    over = f"more than {MARGIN} at p = {test.p:.2g}"
     return True, f"A record: B is better by {gain:.4f} nats, {over}"
 
 
@@ -212,15 +202,13 @@ def unequal_seeds(a: list[Run], b: list[Run], of_a: list[float], of_b: list[floa
     return f"{text}; on seed {named} alone B - A is {nats:+.5f} nats per token"
 
 
-def tests_of(
-    a: list[Run], b: list[Run], of_a: list[float], of_b: list[float], rule: Rule
-) -> list[str]:
+def tests_of(a: list[Run], b: list[Run], of_a: list[float], of_b: list[float]) -> list[str]:
     """A line per test: better at all and better by the margin, for the groups and for pairs with
     equal seeds."""
     seeds, by_seed = on_equal_seeds(a, b, of_a, of_b)
     lines = []
-    by_margin = f"better by more than {rule.margin} nats"
-    for margin, what in {0.0: "better at all", rule.margin: by_margin}.items():
+    by_margin = f"better by more than {MARGIN} nats"
+    for margin, what in {0.0: "better at all", MARGIN: by_margin}.items():
         test = welch(of_a, of_b, margin)
         found = "untested: needs two unequal runs of each"
         if test:
@@ -231,10 +219,10 @@ def tests_of(
             lines.append(
                 f"  paired by seed ({names}): t = {test.t:.2f}, df = {test.df:.0f}, p = {test.p:.4g}"
             )
-    if (least := smallest(of_a, of_b, rule)) is not None:
-        lines.append(
-            f"smallest gain that {len(a)} and {len(b)} seeds could have shown: {least:.4f} nats"
-        )
+    if test := welch(of_a, of_b):
+        seeds = f"{len(a)} and {len(b)} seeds"
+        least = f"only a gain of {detectable(test):.4f} nats or more"
+        lines.append(f"with {seeds} {least} is seen in {POWER:.0%} of comparisons")
     return lines
 
 
@@ -265,7 +253,7 @@ def report(a: list[Run], b: list[Run]) -> tuple[bool, str]:
         lines.append(f"note: {unequal}")
     lines += [
         f"B - A: {nats:+.5f} nats per token, {bits:+.5f} bits per byte",
-        *tests_of(a, b, of_a, of_b, RECORD),
+        *tests_of(a, b, of_a, of_b),
     ]
     counts, why = verdict(a, b)
     test = welch(of_a, of_b)
@@ -274,9 +262,7 @@ def report(a: list[Run], b: list[Run]) -> tuple[bool, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("a", help="logs of the baseline or of the record to beat")
     parser.add_argument("b", nargs="?", help="logs of the candidate")
     parser.add_argument(

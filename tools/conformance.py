@@ -11,7 +11,6 @@ so no file of weights is needed. "equal" is within the file's tolerance. "by des
 reason given. "DIFFERS" is a fault, and the exit status is then 1.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -219,6 +218,20 @@ def check_schedule(golden: Golden) -> Iterator[Finding]:
                 yield finding("schedule", f"{what}, step {step}", want, got, difference, limit, why)
 
 
+def compare_codes(
+    name: str, case: dict, codes: np.ndarray, seed: int, limit: float
+) -> Iterator[Finding]:
+    """Their sum, and their product with a probe."""
+    product = (codes * normal(seed, case["shape"])).sum()
+    for what, want, got in (
+        ("sum", case["codes_sum"], codes.sum()),
+        ("probe", case["codes_inner"], product),
+    ):
+        yield finding(
+            name, f"codes, {what}", want, got, abs(got - want) / case["codes_norm"], limit
+        )
+
+
 def check_rounding(golden: Golden) -> Iterator[Finding]:
     """Steps of rows by #399's rule, and codes at the published steps."""
     for case in golden.facts.get("rounding", []):
@@ -234,14 +247,8 @@ def check_rounding(golden: Golden) -> Iterator[Finding]:
         steps_of_codes = float32(case["steps_of_codes"])[:, None]
         codes = script.to_codes(rows, steps_of_codes, limit_of_codes)
         codes, stored = codes.double().numpy(), np.asarray(case["steps"])[:, None]
-        product = (codes * normal(case["probe_seed"], case["shape"])).sum()
         error = float(np.sqrt(np.mean((codes * stored - rows.double().numpy()) ** 2)))
-        for what, want, got in (
-            ("sum", case["codes_sum"], codes.sum()),
-            ("probe", case["codes_inner"], product),
-        ):
-            difference = abs(got - want) / case["codes_norm"]
-            yield finding(name, f"codes, {what}", want, got, difference, limits["codes"])
+        yield from compare_codes(name, case, codes, case["probe_seed"], limits["codes"])
         want = case["rms_error"]
         yield finding(name, "codes, error", want, error, gap(error, want), limits["codes"])
 
@@ -276,14 +283,9 @@ def check_gptq(golden: Golden) -> Iterator[Finding]:
         lambda column: script.to_codes(column, steps, limit_of_codes),
     )[0].double()
     error = codes * steps.double() - weights.double()
-    product = float((codes.numpy() * normal(seed + 3, case["shape"])).sum())
     cost = float(((error @ hessian.double()) * error).sum())
-    norm, limit = case["codes_norm"], golden.limits["gptq"]
-    for what, want, got in (
-        ("sum", case["codes_sum"], float(codes.sum())),
-        ("probe", case["codes_inner"], product),
-    ):
-        yield finding("GPTQ", f"codes, {what}", want, got, abs(got - want) / norm, limit)
+    limit = golden.limits["gptq"]
+    yield from compare_codes("GPTQ", case, codes.numpy(), seed + 3, limit)
     want = case["weighted_error"]
     yield finding("GPTQ", "weighted error", want, cost, gap(cost, want), limit)
 
@@ -410,9 +412,7 @@ def worst(findings: list[Finding]) -> Iterator[Finding]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("pull_requests", nargs="*", help=f"{', '.join(files())}; all by default")
     parser.add_argument("--all", action="store_true", help="a line for every quantity")
     arguments = parser.parse_args()

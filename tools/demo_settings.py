@@ -3,7 +3,6 @@
 lines: those of configs/cpu.env, the data's, and a process for each core.
 """
 
-import argparse
 import os
 import re
 import sys
@@ -18,13 +17,6 @@ import shards
 from train_gpt import Hyperparameters, UserError
 
 CPU = program.read_env(ROOT / "configs" / "cpu.env")
-# As bench/ names them. SHORT_RUN replaces what a configuration has for thousands of steps.
-SIZES = {"small": CPU}
-SHORT_RUN = {
-    name: value
-    for name, value in CPU.items()
-    if name.startswith(("EMA_", "MUON_", "LATE_", "SHORT_", "WARMUP_", "VAL_", "TRAIN_LOG"))
-}
 
 
 def data_knobs(environ: Mapping[str, str]) -> dict[str, object]:
@@ -75,9 +67,7 @@ def settings(environ: Mapping[str, str], cores: int) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.parse_args()
     for name, value in settings(os.environ, program.cores()).items():
         sys.stdout.buffer.write(os.fsencode(f"{name}={value}\n"))  # paths as they are

@@ -9,7 +9,6 @@ come the learned gains and gates, with a column per layer: each value, or mean, 
 more than 16.
 """
 
-import argparse
 import hashlib
 import json
 import math
@@ -112,9 +111,7 @@ def inspection(path: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("artifact")
     arguments = parser.parse_args()
     print(inspection(arguments.artifact))

@@ -4,10 +4,9 @@
     NPROC=2 python tools/launch.py python train_gpt.py
 
 Runs the command NPROC times, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT as torchrun sets them. With PET_VIRTUAL_LOCAL_RANK=1 each rank sees one GPU, as number 0.
-When a rank fails, the others are terminated, wherever they wait for it; on Linux also when this
-program is killed. Ctrl-C goes to rank 0, and it ends with one sentence; torchrun would add a
-traceback. Needs no package.
+MASTER_PORT as torchrun sets them. When a rank fails, the others are terminated, wherever they wait
+for it; on Linux also when this program is killed. A mistake and Ctrl-C are one sentence of rank 0;
+torchrun would add a traceback of 33 lines. Needs no package.
 """
 
 import argparse
@@ -69,15 +68,8 @@ def launch(command: list[str], ranks: int) -> int:
         signal.signal(number, lambda *_: [process.terminate() for process in processes])
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    gpus = []  # of torchrun --virtual-local-rank
-    if os.environ.get("PET_VIRTUAL_LOCAL_RANK") == "1":
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(ranks)))).split(",")
-        if len(gpus) < ranks:
-            sys.exit(f"error: NPROC={ranks}, but CUDA_VISIBLE_DEVICES has {len(gpus)}: set fewer")
     for rank in map(str, range(ranks)):
         environ = os.environ | common | {"RANK": rank, "LOCAL_RANK": rank}
-        if gpus:
-            environ |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus[int(rank)]}
         # In a group of its own, which the terminal's Ctrl-C does not reach: every rank would print
         # a sentence.
         options = {"process_group": 0, "preexec_fn": end_with_parent}

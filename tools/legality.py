@@ -17,7 +17,6 @@ like train_gpt.py, and `suite` applies all probes to all kinds of evaluation of 
 tools/check_record.py calls `suite` on a submission's script.
 """
 
-import argparse
 import copy
 import importlib.util
 import math
@@ -333,9 +332,7 @@ def probe_all(script: ModuleType, hp, evaluate: Evaluate) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("script", type=Path, help="train_gpt.py or a changed one, packed or not")
     path = parser.parse_args().script
     source = pack_code.readable_source(path.read_bytes())

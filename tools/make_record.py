@@ -17,7 +17,6 @@ folder gets it as train_gpt.py, packed again from the source in the logs, and th
 train_gpt.readable.py.
 """
 
-import argparse
 import functools
 import json
 import re
@@ -88,15 +87,6 @@ def code_of(members: list[Run]) -> bytes:
     )
 
 
-def total_bytes(run: Run, code_bytes: int) -> int:
-    """Bytes of artifact and code."""
-    if run.model_bytes is None:
-        raise UserError(
-            f"{run.path} does not contain the size of its artifact: the run did not finish"
-        )
-    return run.model_bytes + code_bytes
-
-
 def on_8xh100(members: list[Run]) -> bool:
     """Whether all logs show the challenge's machine."""
     return all(run.ranks == 8 and "H100" in (run.device or "") for run in logs_of(members))
@@ -116,7 +106,7 @@ def seed_result(run: Run, code_bytes: int) -> dict:
     found = {
         "val_loss": run.score.loss,
         "val_bpb": run.score.bpb,
-        "artifact_bytes": total_bytes(run, code_bytes),
+        "artifact_bytes": run.model_bytes and run.model_bytes + code_bytes,
         "bytes_model": run.model_bytes,
         "steps": run.steps,
         "step_avg_ms": run.step_ms and round(run.step_ms, 2),
@@ -187,10 +177,11 @@ def summary(members: list[Run], code_bytes: int) -> dict:
     found = {"val_loss": round(loss, 8), "val_bpb": round(bpb, 8)}
     if bpb_std is not None:
         found |= {"val_loss_std": round(loss_std, 8), "val_bpb_std": round(bpb_std, 8)}
+    rows = {str(run.seed): seed_result(run, code_bytes) for run in members}
     return found | {
         "seeds": [run.seed for run in members],
-        "seed_results": {str(run.seed): seed_result(run, code_bytes) for run in members},
-        "bytes_total": max(total_bytes(run, code_bytes) for run in members),
+        "seed_results": rows,
+        "bytes_total": max(row.get("artifact_bytes", 0) for row in rows.values()) or None,
         "bytes_code": code_bytes,
         "hardware": hardware(members),
         "pytorch_version": versions_of(members).get("torch", "not stated"),
@@ -400,18 +391,13 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "logs", nargs="+", help="text logs, one per seed; folders of logs and patterns"
-    )
-    parser.add_argument(
-        "--track", required=True, type=lambda name: name.removeprefix("track_"), choices=TRACKS
-    )
-    parser.add_argument("--name", type=program.utf8, required=True, help="title of the submission")
-    parser.add_argument("--author", type=program.utf8, required=True)
-    parser.add_argument("--github-id", type=program.utf8, default="(to fill: your GitHub ID)")
+    parser = program.parser(__doc__)
+    add, track = parser.add_argument, lambda name: name.removeprefix("track_")
+    add("logs", nargs="+", help="text logs, one per seed; folders of logs and patterns")
+    add("--track", required=True, type=track, choices=TRACKS)
+    add("--name", type=program.utf8, required=True, help="title of the submission")
+    add("--author", type=program.utf8, required=True)
+    add("--github-id", type=program.utf8, default="(to fill: your GitHub ID)")
     arguments = parser.parse_args()
     members = [runs.read_run(path) for text in arguments.logs for path in runs.find_logs(text)]
     folder = make(members, vars(arguments), arguments.track)

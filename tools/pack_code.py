@@ -14,7 +14,6 @@ breaks stay. The syntax tree of the rest is compared with that of the script. --
 everything, and the file is larger by a third.
 """
 
-import argparse
 import ast
 import bz2
 import io
@@ -194,22 +193,14 @@ def is_current(source: bytes | None) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = program.parser(__doc__)
+    add, usual = parser.add_argument, "train_gpt.packed.py"
+    add("script", nargs="?", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py")
+    add("--comments", action="store_true", help="keep comments and docstrings")
+    add("-o", "--output", type=program.output_file, default=usual, help=f"default: {usual}")
+    add(
+        "--check", action="store_true", help="fail if it is not today's train_gpt.py; write nothing"
     )
-    parser.add_argument(
-        "script", nargs="?", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py"
-    )
-    parser.add_argument("--comments", action="store_true", help="keep comments and docstrings")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=program.output_file,
-        default="train_gpt.packed.py",
-        help="default: %(default)s",
-    )
-    refuses = "fail if the script is not today's train_gpt.py; write nothing"
-    parser.add_argument("--check", action="store_true", help=refuses)
     arguments = parser.parse_args()
     try:
         code = arguments.script.read_bytes()

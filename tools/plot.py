@@ -7,8 +7,6 @@ Runs of one configuration share a curve: the mean over seeds, in a band from the
 highest. A loss or score with more than 20 points is drawn without its first 5 %.
 """
 
-import argparse
-import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -77,10 +75,7 @@ def mean_std(values: list[float], form: str) -> str:
 
 def score_of(group: list[Run]) -> str:
     """The score of a group's finished runs."""
-    found = []
-    for run in group:
-        with contextlib.suppress(runs.UserError):
-            found.append(run.score.bpb)
+    found = [run.score.bpb for run in group if not run.fault]
     return f"{mean_std(found, '.4f')} bits per byte" if found else "not finished"
 
 
@@ -91,9 +86,12 @@ def curve(points: list[Point], x: str, field: str) -> Curve:
         for point in points
         if field in point.fields and getattr(point, x) is not None
     ]
-    return np.array([p[0] for p in pairs], dtype=float), np.array(
-        [p[1] for p in pairs], dtype=float
-    )
+    return to_curve(pairs)
+
+
+def to_curve(pairs: list[tuple[float, float]]) -> Curve:
+    x, y = np.array(pairs, dtype=float).reshape(-1, 2).T
+    return x, y
 
 
 def late(points: Curve) -> Curve:
@@ -111,9 +109,7 @@ def step_times(points: list[Point]) -> Curve:
         (b.step, 1000 * (b.seconds - a.seconds) / (b.step - a.step))
         for a, b in zip(timed, timed[1:], strict=False)
     ]
-    return np.array([p[0] for p in pairs], dtype=float), np.array(
-        [p[1] for p in pairs], dtype=float
-    )
+    return to_curve(pairs)
 
 
 def together(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
@@ -143,15 +139,7 @@ def panel(
             axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=color, alpha=0.2, lw=0)
         drawn = True
     if not drawn:
-        axis.text(
-            0.5,
-            0.5,
-            "not in these logs",
-            transform=axis.transAxes,
-            ha="center",
-            va="center",
-            color="gray",
-        )
+        axis.set_title("not in these logs", color="gray")
     axis.grid(alpha=0.3)
 
 
@@ -195,9 +183,7 @@ def byte_shares(path: str) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("logs", nargs="+", help="text logs of runs, folders of logs, patterns")
     parser.add_argument(
         "-o", "--output", type=image_file, default="runs.png", help="default: %(default)s"

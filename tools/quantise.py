@@ -31,6 +31,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 if __name__ == "__main__":  # a module must change neither sys.path nor sys.excepthook
@@ -121,38 +122,29 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
         tensors.setdefault(name, tensor)
     spans = []
     for name, tensor in tensors.items():
-        length = extent(tensor)
-        require(tensor.nbytes <= length, f"{name} is expanded: give it a clone() of itself")
-        spans.append((str(tensor.device), tensor.data_ptr(), length, name))
+        if tensor.numel():
+            strides = zip(tensor.stride(), tensor.shape, strict=True)
+            length = tensor.itemsize * (1 + sum(step * (n - 1) for step, n in strides))
+            require(tensor.nbytes <= length, f"{name} is expanded: give it a clone() of itself")
+            spans.append((str(tensor.device), tensor.data_ptr(), length, name))
     spans.sort()
     for place, (device, start, length, name) in enumerate(spans, 1):
-        for other in itertools.islice(spans, place, None):
-            if other[:2] >= (device, start + length):
+        for *other, _, twin in itertools.islice(spans, place, None):
+            if tuple(other) >= (device, start + length):
                 break
             require(
-                not overlap(tensors[name], tensors[other[3]]),
-                f"{name} and {other[3]} share a part of their memory: give one a clone() of itself",
+                not np.shares_memory(addresses(tensors[name]), addresses(tensors[twin])),
+                f"{name} and {twin} share a part of their memory: give one a clone() of itself",
             )
     return tensors
 
 
-def extent(tensor: Tensor) -> int:
-    """Bytes from its first to its last one."""
-    last = sum(step * (n - 1) for step, n in zip(tensor.stride(), tensor.shape, strict=True))
-    return tensor.itemsize * (last + 1) if tensor.numel() else 0
-
-
-def overlap(first: Tensor, other: Tensor) -> bool:
-    """Whether they share a byte; `first` has the lower address."""
-    offset = other.data_ptr() - first.data_ptr()
-    marks = torch.zeros(max(extent(first), offset + extent(other)), dtype=torch.bool)
-    for tensor, start in ((first, 0), (other, offset)):
-        size = tensor.itemsize
-        strides = *(size * step for step in tensor.stride()), 1
-        view = marks.as_strided((*tensor.shape, size), strides, start)
-        shared = bool(view.any())
-        view.fill_(True)
-    return shared
+def addresses(tensor: Tensor) -> np.ndarray:
+    """An array at the same addresses, perhaps of a GPU: nothing may read it."""
+    strides, size = (tensor.itemsize * step for step in tensor.stride()), tensor.itemsize
+    place = {"shape": tuple(tensor.shape), "strides": tuple(strides), "typestr": f"|V{size}"}
+    place |= {"data": (tensor.data_ptr(), True), "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=place))
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -311,12 +303,9 @@ class RotatedQuantiser(Quantiser):
         return (integers / parts).floor().short(), steps, expected
 
 
-def rows_of_codes(
-    codes: Tensor, steps: Tensor, states: int, rotated: bool, short: bool = True
-) -> Tensor:
-    """The rows (N, out, in) that codes (N, out, in) and steps (N, out or 1, 1) stand for. The paths
-    through the trellis are `short` in rotated matrices, but for files of version 3."""
-    if states and rotated and short:
+def rows_of_codes(codes: Tensor, steps: Tensor, states: int, rotated: bool) -> Tensor:
+    """The rows (N, out, in) that codes (N, out, in) and steps (N, out or 1, 1) stand for."""
+    if states and rotated:
         segments = to_segments(codes)
         bits = train_gpt.trellis_bits(segments.flatten(0, 1), states).view_as(segments)
         codes = codes + from_segments(bits, codes.size(1)) / 2
@@ -713,10 +702,8 @@ def parse(blob: bytes) -> tuple[dict, dict[str, bytes]]:
         require(methods == {zipfile.ZIP_STORED}, "its arrays are compressed")
         arrays = {name: archive[name].tobytes() for name in ARRAYS}
     header = json.loads(arrays["header"])
-    require(
-        header["version"] in range(2, VERSION + 1),
-        f"its version is {header['version']!r}, not 2 to {VERSION}",
-    )
+    version = header["version"]
+    require(version == VERSION, f"its version is {version!r}, not {VERSION}")
     return header, arrays
 
 
@@ -734,7 +721,7 @@ def read(model: nn.Module, header: Mapping, arrays: Mapping[str, bytes]) -> dict
     than it does. Raises an error if the file is invalid."""
     tensors = tensors_of(model)
     groups, sizes, states = header["groups"], header["code_bytes"], header["trellis_states"]
-    rotated = header.get("rotated", [False] * len(groups))  # version 2 has none
+    rotated = header["rotated"]
     exact = {name: getattr(torch, dtype) for name, dtype in header["exact"].items()}
     half = tensors.keys() - exact.keys() - {name for group in groups for name in group}
     half = [name for name in header["shapes"] if name in half]
@@ -765,7 +752,7 @@ def read(model: nn.Module, header: Mapping, arrays: Mapping[str, bytes]) -> dict
     for names, group, size, one in zip(groups, rows, sizes, rotated, strict=True):
         shape = (len(group), *group[0].shape)
         codes = torch.from_numpy(train_gpt.decode_ans(stream.read(size), shape))
-        back = rows_of_codes(codes, next(words).float(), states, one, header["version"] > 3)
+        back = rows_of_codes(codes, next(words).float(), states, one)
         for name, matrix in zip(names, back, strict=True):
             found[name] = matrices[name].rows(matrix)
     found |= dict(zip(half, words, strict=True))
@@ -928,51 +915,26 @@ def kept_calibration(path: Path | None, model: nn.Module, rows: Tensor) -> Calib
 
 def parse_arguments() -> argparse.Namespace:
     """Arguments, and as `outputs` the sizes by the file of each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", help="model and tokenizer, as save_pretrained writes them")
+    parser = program.parser(__doc__)
     add = parser.add_argument
-    add(
-        "--text",
-        type=Path,
-        required=True,
-        help="calibrates: all of it with --test-text, else its first nine tenths",
-    )
+    add("folder", help="model and tokenizer, as save_pretrained writes them")
+    add("--text", type=Path, required=True, help="calibrates: without --test-text nine tenths")
     add("--test-text", type=Path, help="measures; default: the last tenth of --text")
     group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument("--bits", type=float, nargs="+", help="of a file, per parameter, at most")
-    group.add_argument("--bytes", type=int, nargs="+", help="of a file, at most")
-    add("--width", type=int, default=128, help="tokens of a row (default: 128)")
-    add("--rows", type=int, default=512, help="to calibrate and to measure (default: 512 each)")
-    add("--calibration", type=Path, help="file that keeps it: read if it exists, else written")
-    add(
-        "-o",
-        "--output",
-        type=Path,
-        required=True,
-        help="file to write, .npz; with several sizes name_SIZE.npz for each",
-    )
+    group.add_argument("--bits", type=program.positive, nargs="+", help="of a file, per parameter")
+    group.add_argument("--bytes", type=program.count, nargs="+", help="of a file, at most")
+    add("--width", type=program.count, default=128, help="tokens of a row (default: 128)")
+    add("--rows", type=program.count, default=512, help="to calibrate, and to measure (512 each)")
+    add("--calibration", type=program.output_file, help="file that keeps it: read, or written")
+    text = "file to write, .npz; with several sizes name_SIZE.npz for each"
+    add("-o", "--output", type=program.output_file, required=True, help=text)
     arguments = parser.parse_args()
     sizes = arguments.bits or arguments.bytes
-    for name, number in (
-        ("width", arguments.width),
-        ("rows", arguments.rows),
-        *(("size", size) for size in sizes),
-    ):
-        if not 0 < number < math.inf:
-            parser.error(f"{name} {number}: give a number above 0")
     arguments.outputs = {}
     for size in sizes:
         suffix = f"_{size:.12g}" if len(sizes) > 1 else ""
         path = arguments.output.parent / f"{arguments.output.stem}{suffix}{arguments.output.suffix}"
         arguments.outputs[path] = size
-    kept = arguments.calibration
-    for path in [*arguments.outputs, *([kept] if kept and not kept.is_file() else [])]:
-        try:
-            program.output_file(str(path))
-        except argparse.ArgumentTypeError as error:
-            parser.error(str(error))
     return arguments
 
 

@@ -32,19 +32,16 @@ from train_gpt import UserError
 
 # isort: split
 import numpy as np
-import sentencepiece
 import torch
 
 
-def validation(data: str, tokenizer: str) -> tuple[int, bytes]:
+def validation(data: str, tokenizer: str, vocab_size: int) -> tuple[int, bytes]:
     """(tokens, text) of the validation shards, documents joined."""
-    stream = train_gpt.TokenStream(data, "val", 1 << 16)
+    stream = train_gpt.TokenStream(data, "val", vocab_size)
     tokens = stream.read(0, len(stream))
-    pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer)
+    pieces = caseops.Tokenizer(tokenizer, vocab_size)
     documents = np.split(tokens, np.flatnonzero(tokens == train_gpt.BOS))
-    texts = [pieces.decode(document[document != train_gpt.BOS].tolist()) for document in documents]
-    if train_gpt.ByteCounter(tokenizer, pieces.vocab_size()).caseops:
-        texts = map(caseops.decode, texts)
+    texts = (pieces.decode(part[part != train_gpt.BOS].tolist()) for part in documents)
     return len(tokens), "".join(texts).encode()
 
 
@@ -65,29 +62,23 @@ def table(events: dict[str, dict], tokens: int, text: bytes) -> list[tuple[str, 
     xz = 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
     last = events["val"]
     weights = f"model, last weights{', banded pass' * banded}"
-    roundtrip, score = (events[f"final_int6_{name}_exact"] for name in ("roundtrip", way))
+    names = ("final_average_exact", "final_int6_roundtrip_exact", f"final_int6_{way}_exact")
+    averaged, separate, score = (events[name]["val_bpb"] for name in names)
     return [
         ("all tokens equally likely", uniform, f"log2 {vocabulary} bits per token"),
         ("xz -9e", xz, "of the validation text alone"),
         (weights, last["val_bpb"], f"after {last['step']} steps, {last['train_seconds']:.0f} s"),
-        ("model, averaged weights", events["final_average_exact"]["val_bpb"], ""),
-        (
-            "artifact, separate windows",
-            roundtrip["val_bpb"],
-            f"{events['artifact']['model_bytes']:,} bytes",
-        ),
-        (f"artifact, {NAMES[way]}", score["val_bpb"], "the score"),
+        ("model, averaged weights", averaged, ""),
+        ("artifact, separate windows", separate, f"{events['artifact']['model_bytes']:,} bytes"),
+        (f"artifact, {NAMES[way]}", score, "the score"),
     ]
 
 
 def curve(events: list[dict], width: int = 72, height: int = 12) -> list[str]:
     """Lines that draw the training loss against the step, each column the mean over its steps; none
     for two steps."""
-    steps, losses = (
-        np.array([(e["step"], e["train_loss"]) for e in events if e["event"] == "train"])
-        .reshape(-1, 2)
-        .T
-    )
+    points = [(e["step"], e["train_loss"]) for e in events if e["event"] == "train"]
+    steps, losses = np.array(points).reshape(-1, 2).T
     if len(steps) < 3:
         return []
     column = ((steps - 1) * width / steps[-1]).astype(int)
@@ -120,24 +111,17 @@ def sample(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
+    parser = program.parser(__doc__)
+    add = parser.add_argument
+    add(
         "logs",
         nargs="+",
-        help="logs/<RUN_ID>.jsonl and its artifact; with --html logs, folders of logs, patterns",
+        help="a run's .jsonl and .npz; with --html logs, folders of logs, patterns",
     )
-    parser.add_argument("--html", type=page_file, help="write a page about the logs to this file")
-    parser.add_argument(
-        "--record", choices=record_curves.RATES, help="draw a record's curves into the page"
-    )
-    parser.add_argument(
-        "--prompt",
-        type=program.utf8,
-        default="",
-        help="of the sample (default: the beginning of the validation text)",
-    )
+    add("--html", type=page_file, help="write a page about the logs to this file")
+    add("--record", choices=record_curves.RATES, help="draw a record's curves into the page")
+    text = "of the sample (default: the beginning of the validation text)"
+    add("--prompt", type=program.utf8, default="", help=text)
     arguments = parser.parse_args()
     if arguments.record and not arguments.html:
         parser.error("--record needs --html; tools/compare.py --record prints the same")
@@ -164,7 +148,8 @@ def print_report(log: Path, artifact: str, prompt: str) -> None:
     history = read_events(log)
     events = {event["event"]: event for event in history}  # the last of each kind
     knobs = events["start"]["hyperparameters"]
-    tokens, text = validation(knobs["data_path"], knobs["tokenizer_path"])
+    names = ("data_path", "tokenizer_path", "vocab_size")
+    tokens, text = validation(*map(knobs.get, names))
     rows = table(events, tokens, text)
     prompt = prompt or text[:200].decode(errors="ignore").strip().partition("\n")[0][:40]
     continued = sample(artifact, knobs["tokenizer_path"], prompt, length=80)

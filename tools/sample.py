@@ -28,7 +28,6 @@ import train_gpt
 from train_gpt import BOS, UserError
 
 # isort: split
-import sentencepiece
 import torch
 from torch import Tensor
 
@@ -120,26 +119,10 @@ def sampled(logits: Tensor, temperature: float, generator: torch.Generator) -> i
     return int(torch.multinomial((below / temperature).softmax(-1), 1, generator=generator))
 
 
-class Tokenizer:
-    """Text to tokens and back, with the operators of a CaseOps tokenizer."""
-
-    def __init__(self, path: str, vocab_size: int):
-        # Raises UserError for what is no tokenizer
-        self.caseops = train_gpt.ByteCounter(path, vocab_size).caseops
-        self.pieces = sentencepiece.SentencePieceProcessor(model_file=path)
-
-    def encode(self, text: str) -> list[int]:
-        return self.pieces.encode(caseops.encode(text) if self.caseops else text)
-
-    def decode(self, ids: list[int]) -> str:
-        text = self.pieces.decode(ids)
-        return caseops.decode(text) if self.caseops else text
-
-
-def load(artifact: str, environ: dict[str, str]) -> tuple[Reader, Tokenizer]:
+def load(artifact: str, environ: dict[str, str]) -> tuple[Reader, caseops.Tokenizer]:
     """The artifact's model and its tokenizer. Raises UserError if one of them cannot be used."""
     blob, hp = train_gpt.read_artifact(artifact, environ)
-    tokenizer = Tokenizer(hp.tokenizer_path, hp.vocab_size)
+    tokenizer = caseops.Tokenizer(hp.tokenizer_path, hp.vocab_size)
     with train_gpt.reading_artifact(artifact):
         weights = train_gpt.load_artifact(blob)
     return Reader(hp, weights), tokenizer
@@ -175,7 +158,7 @@ def prompts(given: str | None) -> Iterator[str]:
         raise UserError(f"the prompt is not UTF-8 text ({error.reason}): convert it") from error
 
 
-def talk(reader: Reader, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
+def talk(reader: Reader, tokenizer: caseops.Tokenizer, arguments: argparse.Namespace) -> None:
     """Continue every prompt and print the text."""
     generator = torch.Generator().manual_seed(arguments.seed)
     typed = arguments.prompt is None and sys.stdin.isatty()
@@ -200,20 +183,13 @@ def talk(reader: Reader, tokenizer: Tokenizer, arguments: argparse.Namespace) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("artifact", help="logs/<RUN_ID>.npz")
-    parser.add_argument(
-        "--prompt", type=program.utf8, help="text to continue; default: standard input"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0: always the likeliest token; default: 0.8"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=200, help="most tokens to add to a prompt; default: 200"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of the random numbers; default: 1")
+    parser = program.parser(__doc__)
+    add = parser.add_argument
+    add("artifact", help="logs/<RUN_ID>.npz")
+    add("--prompt", type=program.utf8, help="text to continue; default: standard input")
+    add("--temperature", type=float, default=0.8, help="0: the likeliest token; default: 0.8")
+    add("--tokens", type=int, default=200, help="most tokens to add to a prompt; default: 200")
+    add("--seed", type=int, default=1, help="of the random numbers; default: 1")
     arguments = parser.parse_args()
     if not 0 <= arguments.temperature < math.inf:
         parser.error(

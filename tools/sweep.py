@@ -13,7 +13,6 @@ reported and retried next time. A finished run over the limits of time or size i
 until its files are deleted. A packed script runs with -- python packed.py.
 """
 
-import argparse
 import contextlib
 import itertools
 import os
@@ -251,13 +250,10 @@ def end_runs(*_) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("command", nargs="*", help="the command that starts one run, after --")
-    parser.add_argument(
-        "--patterns", action="store_true", help="print words for tools/compare.py; run nothing"
-    )
+    text = "print words for tools/compare.py; run nothing"
+    parser.add_argument("--patterns", action="store_true", help=text)
     arguments = parser.parse_args()
     if arguments.patterns:
         print(patterns(plan(dict(os.environ))))

@@ -215,9 +215,7 @@ class Sender:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("log", type=Path, help="logs/<RUN_ID>.jsonl")
     parser.add_argument("--to", choices=MODULES, required=True)
     arguments = parser.parse_args()

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import dataclasses
 import importlib.util
-import inspect
 import json
 import math
 import os
@@ -148,19 +147,15 @@ def watch_kernels() -> list[dict]:
     run = CachingAutotuner.run
 
     def noted(self, *arguments, **options):
-        bytes_moved, flops, sizes = (
-            1e9 * (self.inductor_meta.get("kernel_num_gb") or 0),
-            0,
-            str(self.size_hints),
-        )
+        bytes_moved = 1e9 * (self.inductor_meta.get("kernel_num_gb") or 0)
+        flops, sizes = 0, str(self.size_hints)
         if self.fn.__name__ == "fused_mlp":
             bytes_moved, flops, sizes = product_cost(arguments)
         key = (self.fn.__name__, self.filename, sizes)
         if key not in found:
             found[key] = len(kernels)
-            kernels.append(
-                {"name": self.fn.__name__, "bytes": bytes_moved, "flops": flops, "sizes": sizes}
-            )
+            facts = {"name": self.fn.__name__, "bytes": bytes_moved, "flops": flops}
+            kernels.append(facts | {"sizes": sizes})
         note("kernel", found[key])
         return run(self, *arguments, **options)
 
@@ -260,12 +255,8 @@ class CountOperators(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         out = function(*arguments, **(options or {}))
         if not function.is_view and function.namespace not in ("pretended", "c10d"):
-            tensors = [
-                t
-                for t in torch.utils._pytree.tree_leaves((arguments, options, out))
-                if isinstance(t, Tensor)
-            ]
-            moved = sum(t.numel() * t.element_size() for t in tensors if t.is_cuda)
+            leaves = torch.utils._pytree.tree_leaves((arguments, options, out))
+            moved = sum(t.nbytes for t in leaves if isinstance(t, Tensor) and t.is_cuda)
             flops = flop_registry.get(function.overloadpacket)
             count = flops(*arguments, **(options or {}), out_val=out) if flops else 0
             note("operator", function.overloadpacket.__name__, moved, count)
@@ -304,33 +295,25 @@ class Data:
         self.targets = self.total_bytes = targets
         self.tokens = torch.zeros(targets + 1, dtype=torch.int32, device=runtime.device)
         self.nbytes = torch.ones(targets, dtype=torch.int16, device=runtime.device)
-        self.refused = self.hints = None
-        if getattr(hp, "canonical_mask", False):  # not in the previous version
-            self.refused = self.tokens.new_zeros(hp.vocab_size, hp.vocab_size, dtype=torch.bool)
-        if getattr(hp, "ngram_tilt", False):
-            self.hints = self.tokens[1:]
+        refused = self.tokens.new_zeros(hp.vocab_size, hp.vocab_size, dtype=torch.bool)
+        self.refused = refused if hp.canonical_mask else None
+        self.hints = self.tokens[1:] if hp.ngram_tilt else None
         self.documents = np.array([0])
 
     def batch(self, step: int) -> Tensor:
         return self.batches.to(self.device, non_blocking=True)
 
-    def spans(self, documents: bool = True) -> np.ndarray:
-        """`documents` is False in an older script's windows."""
-        if not documents:
-            return np.array([(0, self.targets)])
-        parts = np.exp(
-            SPREAD * np.random.default_rng(0).standard_normal(CHALLENGE_DOCUMENTS)
-        ).cumsum()
+    def spans(self) -> np.ndarray:
+        lengths = SPREAD * np.random.default_rng(0).standard_normal(CHALLENGE_DOCUMENTS)
+        parts = np.exp(lengths).cumsum()
         ends = np.rint(parts / parts[-1] * self.targets).astype(np.int64)
         return np.stack((np.append(0, ends[:-1]), ends), axis=1)
 
 
 def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
     script.TrainingLoader = Data
-    make = script.Run if hasattr(script, "Run") else script.Training  # the previous version
-    run = make(hp, runtime, lambda *_, **__: None, None)
-    trainer = getattr(run, "trainer", run)
-    forward = trainer.forward
+    run = script.Run(hp, runtime, lambda *_, **__: None, None)
+    forward = run.forward
 
     def marked(*arguments, **named):
         note("part", "forward")
@@ -338,7 +321,7 @@ def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
         loss.register_hook(lambda grad: note("part", "backward"))
         return loss
 
-    trainer.forward = marked
+    run.forward = marked
     for name, part in (
         ("accumulate", "accumulate"),
         ("reduce_gradients", "reduce"),
@@ -346,8 +329,8 @@ def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
         ("muon_update", "Muon"),
         ("update_small", "Adam"),
     ):
-        mark(trainer.optimizer, name, part)
-    mark(trainer.average, "update", "average")
+        mark(run.optimizer, name, part)
+    mark(run.average, "update", "average")
     run.clock.start()
     length = options["seq_len"] or hp.train_seq_len
     momentum, looping = hp.muon_momentum_warmup_start, hp.loop_visits > 1
@@ -370,15 +353,8 @@ def calibration(script, hp, runtime, options: dict) -> Callable[[], None]:
 
 def fused_mlp(script, hp, runtime) -> Callable | None:
     """The kernel of FUSED_MLP=1."""
-    if hasattr(script, "load_fused_mlp"):
-        wanted = hp.fused_mlp in (True, "1")  # a string in earlier versions
-        return script.load_fused_mlp(hp.mlp_slope, runtime.device) if wanted else None
-    require = script.require  # the previous version
-    # Results that were not computed cannot be compared
-    script.require = lambda condition, sentence: None
-    fused, unfit = script.choose_fused_mlp(hp, runtime.device, runtime.dtype, runtime.compiled)
-    script.require = require
-    return sys.exit(unfit[0]) if unfit else fused
+    wanted = hp.fused_mlp in (True, "1")  # a switch until 2026-11-28
+    return script.load_fused_mlp(hp.mlp_slope, runtime.device) if wanted else None
 
 
 def build_model(script, hp, runtime) -> torch.nn.Module:
@@ -393,10 +369,8 @@ def compiled_model(script, model, runtime):
 
 
 def evaluator_of(script, forward, val, hp, runtime, stride: int):
-    """With windows `stride` apart; 0: of a banded pass. The previous version has other names."""
-    make = script.ForwardConfig if hasattr(script, "ForwardConfig") else script.Pass
-    order = hp.layer_order() if hasattr(hp, "layer_order") else hp.visits()
-    config = make(order, band=0 if stride else hp.eval_seq_len)
+    """With windows `stride` apart; 0: of a banded pass."""
+    config = script.ForwardConfig(hp.layer_order(), band=0 if stride else hp.eval_seq_len)
     return script.Evaluator(forward, val, hp, runtime, config, stride or script.band_block(hp)[1])
 
 
@@ -404,16 +378,15 @@ def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """One batch of windows, or of the blocks of a banded pass."""
     forward = compiled_model(script, build_model(script, hp, runtime), runtime)
     banded = hp.eval_mode == "banded"
-    only_read, stride = (
-        script.band_block(hp) if banded else (hp.eval_seq_len - hp.eval_stride, hp.eval_stride)
-    )
+    only_read, stride = hp.eval_seq_len - hp.eval_stride, hp.eval_stride
+    if banded:
+        only_read, stride = script.band_block(hp)
     window = only_read + stride
     rows = script.eval_rows(hp, runtime, window)
     options["windows"] = {"eval_rows": rows, "window": window, "stride": stride}
     val = Data(hp, runtime, window + (rows * runtime.comm.size + 1) * stride)
-    batch = script.plan_windows([(0, val.targets)], window, stride)[
-        :, 1 : 1 + rows * runtime.comm.size
-    ]
+    windows = script.plan_windows([(0, val.targets)], window, stride)
+    batch = windows[:, 1 : 1 + rows * runtime.comm.size]
     scorer = evaluator_of(script, forward, val, hp, runtime, 0 if banded else stride)
 
     def work():
@@ -421,11 +394,6 @@ def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
         scorer.score(batch)
 
     return work
-
-
-def learn(way: Callable, model, scorer) -> None:
-    """Test-time training; older scripts take the model as well."""
-    way(*(model, scorer)[-len(inspect.signature(way).parameters) :])
 
 
 def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
@@ -475,7 +443,7 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
         parts[:] = "windows", "first windows"
         note("part", "other")
         scorer = evaluator_of(script, forward, val, hp, runtime, hp.eval_stride)
-        learn(script.ttt_sgd, model, scorer)
+        script.ttt_sgd(scorer)
 
     return work
 
@@ -543,7 +511,7 @@ def chunks_of(script, hp, runtime, model) -> tuple[dict[str, tuple[int, int]], d
     with mock.patch.multiple(script, lora_step=planned, lora_adapter=lambda *_: {}):
         data = Data(hp, runtime, CHALLENGE_TOKENS)
         scorer = evaluator_of(script, model, data, hp, runtime, hp.eval_stride)
-        learn(script.ttt_lora, model, scorer)
+        script.ttt_lora(scorer)
     return examples, repeats
 
 
@@ -616,32 +584,24 @@ def main() -> None:
     script = load_script(options["script"])
     knobs = {"ATTENTION": "fa3", "COMPILE": "1", **options["knobs"]}
     hp = script.Hyperparameters.from_env(knobs)
-    lengths = {
-        hp.train_seq_len,
-        hp.train_seq_len // getattr(hp, "short_seq_parts", 1),
-        hp.eval_seq_len,
-    }
-    if hasattr(script, "band_block"):
-        lengths.add(sum(script.band_block(hp)))
+    lengths = {hp.train_seq_len, hp.train_seq_len // hp.short_seq_parts, hp.eval_seq_len}
+    lengths.add(sum(script.band_block(hp)))
     seen = {}
     for window in {0, hp.eval_seq_len, getattr(hp, "attn_window", 0)}:  # none, a band's, a layer's
         seen |= {(length, window): keys_in_document(length, window) for length in lengths}
-        limit = getattr(hp, "doc_len", 0)  # not in the previous version
-        if limit and options["work"] in ("step", "gptq"):
+        if hp.doc_len and options["work"] in ("step", "gptq"):
             # The longest document; older versions give the length of the sequence.
-            for length in (limit, hp.train_seq_len):
-                seen[length, window] = keys_in_document(hp.train_seq_len, window, limit)
+            for length in (hp.doc_len, hp.train_seq_len):
+                seen[length, window] = keys_in_document(hp.train_seq_len, window, hp.doc_len)
         if options["work"] == "ttt_lora":  # each window is a part of one document
-            tiles = getattr(script, "round_up", lambda width: width)  # not in the previous version
-            widths = [tiles(hp.eval_seq_len // part) for part in script.LORA_PARTS]
+            widths = [script.round_up(hp.eval_seq_len // part) for part in script.LORA_PARTS]
             seen |= {(width, window): mean_keys(np.array([width]), window) for width in widths}
     provide_flash_attention(seen)
     dist.init_process_group("fake", rank=0, world_size=options["ranks"], store=FakeStore())
     device = torch.device("cuda", 0)
     dtype = script.choose_dtype(hp.compute_dtype, device)
     attend = script.load_attention(hp.attention)
-    if hasattr(script, "choose_deterministic"):
-        script.choose_deterministic(hp.deterministic)
+    script.choose_deterministic(hp.deterministic)
     runtime = script.Runtime(
         comm=script.Comm(0, options["ranks"]),
         device=device,

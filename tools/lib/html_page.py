@@ -27,8 +27,6 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-# By the challenge's rule, and by that of its later board
-LEVELS = {f"record, p < {rule.level}": rule for rule in (compare.RECORD, compare.LATER)}
 HEADINGS = {  # of runs.COLUMNS, the score first
     "score": "score, bpb",
     "before": "before export, bpb",
@@ -76,19 +74,6 @@ class Table(NamedTuple):
 
 
 # ---- Logs ----------------------------------------------------------------------------------------
-def fault_of(run: Run) -> str:
-    """Why a run has no score: it did not finish, or its score is not finite. Else ""."""
-    try:
-        run.score  # noqa: B018  raises
-        return ""
-    except train_gpt.UserError as error:
-        return str(error)
-
-
-def is_finished(run: Run) -> bool:
-    return not fault_of(run)
-
-
 def read_groups(texts: list[str]) -> tuple[list[Group], list[str]]:
     """(the groups of all logs, notes on logs that are left out). Evaluations of artifacts are, beside
     trainings. A .jsonl stands for the text log
@@ -102,12 +87,12 @@ def read_groups(texts: list[str]) -> tuple[list[Group], list[str]]:
             f"left out: {len(members) - len(trained)} logs that only evaluate (EVAL_ONLY)."
         )
         members = trained
-    named = plot.groups([run for run in members if is_finished(run)])
+    named = plot.groups([run for run in members if not run.fault])
     found = [Group(name, group) for name, group in named.items()]
     for run in members:
-        if not is_finished(run):
+        if run.fault:
             found.append(Group(f"{run.path.stem}, not finished", [run], False))
-            why = fault_of(run).removeprefix(f"{run.path.parent}/").partition(";")[0]
+            why = run.fault.removeprefix(f"{run.path.parent}/").partition(";")[0]
             notes.append(f"{why}.")
     return found, notes
 
@@ -122,36 +107,32 @@ def events_of(run: Run) -> dict[str, dict]:
 
 # ---- Scores --------------------------------------------------------------------------------------
 def significance(groups: list[Group]) -> tuple[Table, list[str]]:
-    """(each group beside the first one, sentences on the levels)."""
-    margin = compare.RECORD.margin
+    """(each group beside the first one, sentences on what counts as a record)."""
     head = ["configuration", "score, bits per byte", "B − A, nats per token", "p, better at all"]
     rows, notes = [], []
     for group in groups:
-        cells = ["baseline, A", "", "", "", ""]
+        cells = ["baseline, A", "", "", ""]
         if group is not groups[0]:
             cells, sentences = beside(groups[0].members, group.members)
             notes += [f"{group.name}: {sentence}." for sentence in sentences]
         score = plot.mean_std([run.score.bpb for run in group.members], ".5f")
         rows.append([group.name, score, *cells])
-    return Table([*head, f"p, by more than {margin}", *LEVELS], rows), notes
+    return Table([*head, f"p, by more than {compare.MARGIN}", "record"], rows), notes
 
 
 def beside(a: list[Run], b: list[Run]) -> tuple[list[str], list[str]]:
-    """(cells of B's row, sentences on the levels), both by tools/compare.py."""
+    """(cells of B's row, sentences), both by tools/compare.py."""
     try:
         of_a, of_b, note = compare.losses(a, b)
     except train_gpt.UserError as error:
-        return ["", "", "", "", ""], [f"not comparable: {error}"]
+        return ["", "", "", ""], [f"not comparable: {error}"]
     cells = [f"{statistics.fmean(of_b) - statistics.fmean(of_a):+.5f}"]
-    for margin in (0.0, compare.RECORD.margin):
+    for margin in (0.0, compare.MARGIN):
         test = compare.welch(of_a, of_b, margin)
         cells.append(f"{test.p:.2g}" if test else "untested")
-    verdicts = [compare.verdict(a, b, rule) for rule in LEVELS.values()]
-    cells += ["reached" if counts else "not reached" for counts, _ in verdicts]
-    reasons = {reason: level for level, (_, reason) in zip(LEVELS, verdicts, strict=True)}
-    sentences = [f"{level}: {why}" if len(reasons) > 1 else why for why, level in reasons.items()]
-    notes = [note, compare.unequal_seeds(a, b, of_a, of_b)]
-    return cells, sentences + [note for note in notes if note]
+    counts, why = compare.verdict(a, b)
+    notes = [why, note, compare.unequal_seeds(a, b, of_a, of_b)]
+    return [*cells, "yes" if counts else "no"], [note for note in notes if note]
 
 
 def headline(groups: list[Group], table: Table) -> str:
@@ -171,15 +152,9 @@ def headline(groups: list[Group], table: Table) -> str:
         return f"{text}."
     if best is done[0]:
         return f"{text}. No other configuration that can be compared has a lower score."
-    _, _, nats, p, _, *cells = next(row for row in table.rows if row[0] == best.name)
-    levels = [
-        rule.level for rule, cell in zip(LEVELS.values(), cells, strict=True) if cell == "reached"
-    ]
+    _, _, nats, p, _, record = next(row for row in table.rows if row[0] == best.name)
     tested = f"p = {p}" if p != "untested" else p
-    record, later = (rule.level for rule in LEVELS.values())
-    end = f"A record (p < {record})" if record in levels else "Not a record"
-    if levels == [later]:
-        end += f" (p < {record}), but enough for the later board (p < {later})"
+    end = f"A record (p < {compare.RECORD_LEVEL})" if record == "yes" else "Not a record"
     gain = f"{-float(nats):.5f} nats per token better than {done[0].name} ({tested})"
     sides = done[0].members, best.members
     unequal = compare.unequal_seeds(*sides, *compare.losses(*sides)[:2])
@@ -194,10 +169,8 @@ def best_of(done: list[Group], table: Table) -> Group:
 
 def row_of(run: Run) -> list[float | None]:
     """The numbers of COLUMNS; none that an unfinished run lacks."""
-    done = is_finished(run)
-    return [
-        read(run) if done or name not in ("score", "eval s") else None for name, _, read in COLUMNS
-    ]
+    lacking = ("score", "eval s") if run.fault else ()
+    return [None if name in lacking else read(run) for name, _, read in COLUMNS]
 
 
 def run_table(groups: list[Group]) -> Table:
@@ -486,8 +459,8 @@ def contents(texts: list[str], record: str | None) -> dict:
             "Environment": environment(groups),
         },
         "notes": notes,
-        "margin": compare.RECORD.margin,
-        "levels": [rule.level for rule in LEVELS.values()],
+        "margin": compare.MARGIN,
+        "level": compare.RECORD_LEVEL,
     }
 
 

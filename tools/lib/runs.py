@@ -177,6 +177,15 @@ class Run:
         return score
 
     @property
+    def fault(self) -> str:
+        """Why it has no score that can be compared, or ""."""
+        try:
+            self.score  # noqa: B018  raises
+            return ""
+        except UserError as error:
+            return str(error)
+
+    @property
     def before_export(self) -> Score | None:
         """The score of the weights before quantisation."""
         return next((score for name, score in self.scores.items() if is_before_export(name)), None)
@@ -224,9 +233,7 @@ def read_run(path: Path) -> Run:
     seconds += [float(ms) / 1000 for name, ms in ends if name == "stopping_early"]
     with_calibration = [*seconds, *(float(ms) / 1000 for _, ms in ends)]
     find = functools.partial(_find, text)
-    # Until 2026-11-28 a note alone had the seconds of the hints
     prepared = re.findall(r"^evaluation: .*prepare_time:(\d+)ms", text, re.M)
-    hints = find(r"^note: NGRAM_TILT has hints for .*, in ([\d.]+) s$")
     digests = re.findall(r"^(?:Serialized model|artifact).* sha256:(\w+)$", text, re.M)
     ours = find(r"^runtime: ranks:(\d+)")
     return Run(
@@ -252,7 +259,7 @@ def read_run(path: Path) -> Run:
         model_bytes=_last_size(text, "Serialized model [^:\n]+"),
         code_bytes=_last_size(text, "Code size[^:\n]*"),
         total_bytes=_last_size(text, "Total submission size[^:\n]*"),
-        prepare_seconds=float(prepared[-1]) / 1000 if prepared else hints and float(hints),
+        prepare_seconds=float(prepared[-1]) / 1000 if prepared else None,
         artifact=digests[-1] if digests else None,
     )
 
