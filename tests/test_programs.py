@@ -140,12 +140,16 @@ MISTAKES = [  # (command, exit status, part of the sentence); argparse exits wit
     ("tools/pack_code.py empty.py -o /dev/null/x", 2, "/dev/null/x is in no folder: make /dev/n"),
     ("tools/pack_code.py empty.py -o .", 2, ". is a folder: add the name of a file"),
     ("tools/pack_code.py bad.py", 1, "bad.py: comments cannot be removed"),
-    ("tools/inspect_artifact.py nothing.xz", 1, "artifact nothing.xz does not exist"),
+    (
+        "tools/inspect_artifact.py nothing.xz",
+        1,
+        "artifact nothing.xz cannot be used: No such file or directory",
+    ),
     ("tools/inspect_artifact.py bad.py", 1, "bad.py cannot"),
     (
         "tools/inspect_artifact.py step_5.npz",
         1,
-        "step_5.npz is a checkpoint: give logs/<RUN_ID>.npz",
+        "artifact step_5.npz cannot be used: it is not an artifact",
     ),
     ("tools/quantise.py . --text bad.py --bits 3 -o x.npz", 1, "cannot load .: ValueError"),
     ("tools/quantise.py . --text none.txt --bits 3 -o x.npz", 1, "cannot use none.txt: No such"),

@@ -166,7 +166,7 @@ def test_ctrl_c_within_a_text_is_one_sentence(artifact, data, monkeypatch, capsy
 @pytest.mark.parametrize(
     "options, status, part",
     [
-        (["none.xz"], 1, "artifact none.xz does not exist"),
+        (["none.xz"], 1, "artifact none.xz cannot be used: No such file or directory"),
         (["cut.xz"], 1, "artifact cut.xz cannot be used"),
         (["a.xz", "TOKENIZER_PATH=none.model"], 1, "TOKENIZER_PATH=none.model: No such"),
         (["a.xz", "TOKENIZER_PATH=other.model"], 1, "other.model is not the tokenizer of a.xz"),

@@ -639,9 +639,7 @@ def adopt(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument(
         "checkpoint", help="checkpoints/RUN_ID/step_N.npz, or a file of torch.save or safetensors"
     )
