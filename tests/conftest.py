@@ -38,10 +38,11 @@ TINY = {
     "MUON_MOMENTUM_WARMUP_STEPS": 4, "WARMUP_STEPS": 1, "MAX_WALLCLOCK_SECONDS": 0, "VAL_LOSS_EVERY": 0,
     "LATE_QAT": 0, "COMPILE": 0, "COMPUTE_DTYPE": "float32", "DEVICE": "cpu",
 }
-# Parts that are off by default: 5 layers, two visited three times, two lanes in the last, gated attention in documents.
+# Parts that are off by default: 5 layers, two visited three times, two lanes in the last, gated attention in
+# documents, MUDD.
 PARTS = {
     "NUM_LAYERS": 5, "LOOP_VISITS": 3, "LOOP_FIRST": 1, "LOOP_LAYERS": 2, "LANES_LAST_N": 1, "ATTN_GATE": 1,
-    "DOC_ATTENTION": 1, "LOOP_START": 0.2, "MIN_LR": 0.1,
+    "DOC_ATTENTION": 1, "MUDD": 1, "LOOP_START": 0.2, "MIN_LR": 0.1,
 }
 # fmt: on
 
