@@ -255,9 +255,8 @@ GATES = {"ATTN_GATE": 1, "MLP_GATE": 1, "DOC_ATTENTION": 1}
     ("parts", "kinds"),
     [
         ({}, 8),
-        (LOOP | GATES | {"MUDD": 1}, 9),
+        (LOOP | GATES | {"MUDD": 1}, 10),
         ({"SKIPS": "scales", "LANES_LAST_N": 1}, 9),
-        ({"MUDD": 1}, 10),
     ],
 )
 def test_compiled_blocks_compute_what_the_model_does(
@@ -268,7 +267,8 @@ def test_compiled_blocks_compute_what_the_model_does(
     graphs = []
     for layers in (8, 10):
         hp = hyperparameters(NUM_LAYERS=layers, **PARTS, **parts)
-        model = noise(made(hp, train_gpt.load_attention("math")), seed=5)
+        # With seed 5 the gradient of `bigram_scale` cancels to 0.0002 of 0.1 to 0.4.
+        model = noise(made(hp, train_gpt.load_attention("math")), seed=6)
         counter = CompileCounterWithBackend("aot_eager")
         compiling = partial(torch.compile, backend=counter, dynamic=False, fullgraph=True)
         monkeypatch.setattr(train_gpt, "compile_whole", lambda f, _, c=compiling: c(f))
