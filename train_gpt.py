@@ -135,6 +135,7 @@ class Hyperparameters:
     loop_first: int = knob(3, "first looped layer", "model")
     loop_layers: int = knob(3, "number of looped layers", "model")
     lanes_last_n: int = knob(0, "the last N layers have two parallel lanes", "model", high="num_layers")
+    mudd: bool = knob(False, "weights by token add earlier streams to the last layer and its output (MUDD)", "model")
     attn_gate: bool = knob(False, "gate attention's output per head, from 12 dimensions of its input", "model")
     mlp_gate: bool = knob(False, "gate the MLP's output per token, from 12 dimensions of the stream", "model")
     attn_window: int = knob(0, "attention sees the last N tokens (all in the last quarter of layers); 0: all", "model")
@@ -605,6 +606,7 @@ def bank_part(bank: Tensor, kind: MatrixKind) -> Tensor:
 
 # ---- Model ---------------------------------------------------------------------------------------
 GATE_INPUTS = 12  # first dimensions of a stream, which the gates of tokens and heads read
+MUDD_WIDTH = 16  # hidden units that decide the weights of MUDD's sources
 REFUSED_NATS = math.log(1e6)  # subtracted from the logits of refused tokens: losses stay finite
 # The n-gram tilt (#1514, #2135): tokens of a context, the share of what followed it so far that
 # makes a token its hint, and what is added to the hint's logit.
@@ -675,6 +677,8 @@ class Layer(NamedTuple):
     resid_mix: Tensor  # (2, D): of the stream and the embedding
     q_gain: Tensor  # (H,)
     xsa: bool
+    kept: bool  # a later visit reads the stream before it
+    mudd: bool  # see `GPT.mudd`
     attn_gate: Tensor | None = None  # (H, GATE_INPUTS)
     mlp_gate: Tensor | None = None  # (GATE_INPUTS + 1,)
     lane_mix: Tensor | None = None  # (2, 3); None: one lane
@@ -818,6 +822,9 @@ class GPT(nn.Module):
         if hp.lanes_last_n:  # (layer, lane, what it is the sum of: lane, attention, MLP)
             mix = torch.tensor([1.1, 1.0, 1.0])
             self.lane_mix = nn.Parameter(mix.repeat(hp.lanes_last_n, 2, 1))
+        if hp.mudd:
+            self.mudd_in = filled(2, MUDD_WIDTH, dim)
+            self.mudd_out = filled(9, MUDD_WIDTH + 1)  # 3 sources for each of 3 sums, and a bias
         self.add_constants()
 
     def add_constants(self):
@@ -845,6 +852,8 @@ class GPT(nn.Module):
         weights["tok_emb"].normal_(std=self.hp.tied_embed_init_std, generator=generator)
         if self.hp.bigram_vocab_size:
             nn.init.orthogonal_(weights["bigram_proj"], generator=generator)
+        if self.hp.mudd:
+            weights["mudd_in"].normal_(generator=generator)
         self.load_state_dict(weights)
         return weights
 
@@ -886,7 +895,8 @@ class GPT(nn.Module):
             # The skip of a layer is the input of the one as far before the middle; the middle one
             # takes its own, which `block` has.
             skip = inputs[2 * half - depth] if half < depth < 2 * half else None
-            given = x0s[depth], skip, layer, scopes[depth]
+            early = inputs[-2:-1] if layer.mudd else []
+            given = x0s[depth], skip, early, layer, scopes[depth]
             before, x, change, lane = self.block(x, change, lane, *given)
             inputs.append(before)
         return self.head(x, change, lane, head, ids, targets, reduction, refused, hints)
@@ -929,7 +939,9 @@ class GPT(nn.Module):
             for name, of_places in rows.items():
                 place = places.get(name, layer)
                 parts[name] = of_places[place] if place >= 0 else None
-            layers.append(Layer(**parts, xsa=layer >= hp.num_layers - hp.xsa_last_n))
+            xsa, left = layer >= hp.num_layers - hp.xsa_last_n, hp.mudd * (len(order) - depth)
+            kept = depth < half or left == 3
+            layers.append(Layer(**parts, xsa=xsa, kept=kept, mudd=left == 1))
         head, _, projection = map(matrix, TABLES)
         return layers, projection, head
 
@@ -972,36 +984,55 @@ class GPT(nn.Module):
         lane: Tensor | None,
         x0: Tensor,
         skip: Tensor | None,
+        early: list[Tensor],
         layer: Layer,
         scope: Scope,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """One layer: (the stream before it, the stream after it as two summands, the second lane).
 
         The stream is x plus the change of the last layer: left to the first kernel of the next
-        block, this sum costs no kernel of its own. x0 is the stream of the embedding. All are
-        (B, T, D). Compiled once per kind of layer and shape, as nothing here depends on the layer's
-        number or depth."""
+        block, this sum costs no kernel of its own. x0 is the stream of the embedding, `early` for
+        MUDD the one before the last three visits. All are (B, T, D). Compiled once per kind of
+        layer and shape, as nothing here depends on the layer's number or depth."""
         before = x = x if change is None else x + change
+        value, sources = None, (x0, before, *early)
+        if layer.mudd:
+            residual, value = self.mudd(x, sources, 0)
+            x = x + residual
         if layer.lane_mix is not None and lane is None:
             lane = x  # without the skip of this layer (#2135)
         if layer.skip_scale is not None:
             x = self.add_skip(x, before if skip is None else skip, layer)
         mixed = layer.resid_mix[0] * x + layer.resid_mix[1] * x0
-        attended = self.attention(rms_norm(mixed), layer, scope)
+        attended = self.attention(rms_norm(mixed), layer, scope, value)
         # Autograd would fill the gradient of an output that nobody reads with zeros.
-        before = None if layer.skip_scale is not None else before
+        before = before if layer.kept else None
         if lane is None:
             x = mixed + attended
-            return before, x, self.mlp(x, layer), None
-        change = self.mlp(lane, layer)
-        x, lane = (
-            (m[0] * old + m[1] * attended + m[2] * change).to(self.dtype)
-            for m, old in zip(layer.lane_mix, (x, lane), strict=True)
-        )
-        return before, x, None, lane
+            change = self.mlp(x, layer)
+        else:
+            change = self.mlp(lane, layer)
+            x, lane = (
+                (m[0] * old + m[1] * attended + m[2] * change).to(self.dtype)
+                for m, old in zip(layer.lane_mix, (x, lane), strict=True)
+            )
+            change = None
+        if layer.mudd:
+            x, lane = x + (change if lane is None else lane), None
+            (change,) = self.mudd(x, sources, 1)
+        return before, x, change, lane
 
-    def attention(self, x: Tensor, layer: Layer, scope: Scope) -> Tensor:
-        """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE."""
+    def mudd(self, x: Tensor, sources: tuple[Tensor, ...], end: int) -> list[Tensor]:
+        """Sums of the sources (B, T, D) for stream and values of the last visit, or (`end` 1) for its
+        output. A small MLP of the stream x decides their weights (arXiv:2502.12170), initially 0."""
+        hidden = F.gelu(F.linear(F.normalize(x, dim=-1), self.mudd_in[end].to(x.dtype)))
+        w_out = self.mudd_out.to(x.dtype).split((6, 3))[end]
+        weights = F.linear(F.pad(hidden, (0, 1), value=1.0) / MUDD_WIDTH, w_out)
+        return [sum(map(operator.mul, w.split(1, -1), sources)) for w in weights.split(3, -1)]
+
+    def attention(self, x: Tensor, layer: Layer, scope: Scope, value: Tensor | None) -> Tensor:
+        """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE. Its values
+        also read `value` (B, T, D)."""
         hp = self.hp
         # The gradient of one split is one concatenation, filled without a copy.
         sizes = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)
@@ -1009,6 +1040,8 @@ class GPT(nn.Module):
         qkv = linear(x, *matrices).unflatten(-1, (-1, hp.head_dim)).split(sizes, dim=2)
         # q (B, T, H, E), k and v (B, T, K, E)
         q, k, v = (adapt(y, x, matrix) for y, matrix in zip(qkv, matrices, strict=True))
+        if value is not None:
+            v = v + adapt(linear(value, layer.v), value, layer.v).view_as(v)
         cos, sin = self.cos[: x.size(1)], self.sin[: x.size(1)]
         q = NormRotate.apply(q, layer.q_gain[:, None], cos, sin)
         k = NormRotate.apply(k, cos.new_ones(1, 1), cos, sin)

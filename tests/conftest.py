@@ -40,10 +40,10 @@ TINY = {
     "LATE_QAT": 0, "COMPILE": 0, "COMPUTE_DTYPE": "float32", "DEVICE": "cpu",
 }
 # Parts that are off by default: 5 layers, two visited three times, two lanes in the last, gated attention in documents,
-# in windows but for the last layer.
+# in windows but for the last layer, MUDD.
 PARTS = {
     "NUM_LAYERS": 5, "LOOP_VISITS": 3, "LOOP_FIRST": 1, "LOOP_LAYERS": 2, "LANES_LAST_N": 1, "ATTN_GATE": 1,
-    "DOC_ATTENTION": 1, "LOOP_START": 0.2, "MIN_LR": 0.1, "ATTN_WINDOW": 12,
+    "DOC_ATTENTION": 1, "LOOP_START": 0.2, "MIN_LR": 0.1, "ATTN_WINDOW": 12, "MUDD": 1,
 }
 # fmt: on
 

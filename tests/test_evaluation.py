@@ -569,8 +569,8 @@ def changed_model(hp, attend, dense) -> train_gpt.GPT:
         [found] = [i for i, gain in enumerate(model.q_gain) if torch.equal(gain, layer.q_gain)]
         return found
 
-    def changed_attention(x, layer, scope):
-        return attention(x, layer, scope) + bypass(x, "out", model.attn_scale, number(layer))
+    def changed_attention(x, layer, *rest):
+        return attention(x, layer, *rest) + bypass(x, "out", model.attn_scale, number(layer))
 
     model.matrices, model.mlp, model.attention = changed_matrices, changed_mlp, changed_attention
     return model
@@ -579,7 +579,7 @@ def changed_model(hp, attend, dense) -> train_gpt.GPT:
 ALL_TARGETS = {"TTT_LORA_TARGETS": ",".join(train_gpt.LORA_TARGETS)}
 
 
-@pytest.mark.parametrize("parts", [{}, {"MLP_GATE": 1, "LANES_LAST_N": 1}])
+@pytest.mark.parametrize("parts", [{}, {"MLP_GATE": 1, "LANES_LAST_N": 1, "MUDD": 1}])
 @pytest.mark.parametrize("n", [24, 5])
 def test_an_adapter_is_a_change_of_the_weights(one_rank, n, parts):
     """Each row of a batch has its own change: like a model whose matrices are W + (alpha / rank) B

@@ -448,7 +448,7 @@ def test_a_forged_frame_is_refused_before_memory_is_filled(kind):
 
 # ---- The file ------------------------------------------------------------------------------------
 FORMS = [{"COMPRESSOR": name} for name in train_gpt.CODERS]
-FORMS += [{"ROUNDING": "399"}, {"TRELLIS_STATES": 0}, {"TRELLIS_STATES": 1}]
+FORMS += [{"ROUNDING": "399"}, {"TRELLIS_STATES": 0}, {"TRELLIS_STATES": 1}, {"MUDD": 1}]
 FORMS += [variables("399") | TINY | {"COMPRESSOR": "zstd"}]  # #399's first revision
 
 

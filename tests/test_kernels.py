@@ -208,7 +208,8 @@ ATTENTION = {
 MLP = {name: i for i, name in enumerate(("x", "scale", "up", "down"))}
 COMPILED = {"q_gain": 2.0, "resid_mix": math.nan, "lane_mix": 2.0}
 PARTS_OF_A_CHECK = {
-    "DOC_ATTENTION": 1, "EVAL_MODE": "banded", "MLP_GATE": 1, "ATTN_GATE": 1, "LANES_LAST_N": 1
+    "DOC_ATTENTION": 1, "EVAL_MODE": "banded", "MLP_GATE": 1, "ATTN_GATE": 1, "LANES_LAST_N": 1,
+    "MUDD": 1,
 }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ LINES = [
 def finished(tmp_path_factory, env):
     """A finished tiny run: (folder, result)."""
     folder = tmp_path_factory.mktemp("run")
-    knobs = env(RUN_ID="tiny", TRAIN_LOG_EVERY=1, LATE_QAT=1, QAT_THRESHOLD=0.6)
+    knobs = env(RUN_ID="tiny", TRAIN_LOG_EVERY=1, LATE_QAT=1, QAT_THRESHOLD=0.6, MUDD=1)
     return folder, run([ROOT / "train_gpt.py"], knobs, folder)
 
 
