@@ -340,7 +340,7 @@ GATES = {"ATTN_GATE": 1, "MLP_GATE": 1, "DOC_ATTENTION": 1}
     ("parts", "kinds"),
     [
         ({}, 8),
-        ({"ATTN_WINDOW": 8}, 9),
+        ({"ATTN_WINDOW": 8}, 8),  # the layers without a window are those with XSA
         (LOOP | GATES | {"ATTN_WINDOW": 8}, 9),
         (LOOP | GATES | {"MUDD": 1}, 10),
         ({"SKIPS": "scales", "LANES_LAST_N": 1}, 9),
