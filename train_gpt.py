@@ -658,7 +658,8 @@ class Matrix(NamedTuple):
     """A matrix with which a forward multiplies."""
 
     weight: Tensor  # (out, in), in the compute dtype
-    low_rank: tuple[Tensor, Tensor] | None = None  # (B, rank, in), (B, out, rank)
+    # (B, rank, D), (B, out, rank): a change of its outputs that reads the layer's input, see `adapt`
+    low_rank: tuple[Tensor, Tensor] | None = None
     observe: Callable | None = None  # called with inputs, in eager mode only
 
 
@@ -677,7 +678,7 @@ class Layer(NamedTuple):
     resid_mix: Tensor  # (2, D): of the stream and the embedding
     q_gain: Tensor  # (H,)
     xsa: bool
-    kept: bool  # a later visit reads the stream before it
+    kept: bool  # returns the stream before it, as a later visit may read it
     mudd: bool  # see `GPT.mudd`
     attn_gate: Tensor | None = None  # (H, GATE_INPUTS)
     mlp_gate: Tensor | None = None  # (GATE_INPUTS + 1,)
@@ -727,7 +728,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class NormRotate(torch.autograd.Function):
-    """`rotate(rms_norm(x), cos, sin) * gain` for the heads x (B, T, H, E) and gain (H or 1, 1).
+    """`(rotate(rms_norm(x), cos, sin) * gain).to(x.dtype)` for the heads x (B, T, H, E) and gain
+    (H or 1, 1).
 
     The backward is written out: one reduction serves both gradients, and autograd would save
     another tensor like x. To try another norm or rotation, call the plain form instead; a test in
@@ -1052,6 +1054,7 @@ class GPT(nn.Module):
             gate = F.linear(x[..., :GATE_INPUTS], layer.attn_gate.to(x.dtype))  # (B, T, H)
             y = y * (0.5 * gate).sigmoid()[..., None]
         # The matrix "out" includes `attn_scale`. Another gain here must not make the stream fp32.
+        # The low-rank change of `out` reads x, beside attention.
         return adapt(linear(y.flatten(2), layer.out), x, layer.out)
 
     def mlp(self, stream: Tensor, layer: Layer) -> Tensor:
@@ -1445,7 +1448,7 @@ class StepSettings(NamedTuple):
 
     lr_scale: float  # multiplies every learning rate; SWA begins by its value
     momentum: float  # Muon's
-    # Each combination of these is a graph, which the warm-up compiles.
+    # Each combination of these is a graph. The warm-up compiles those of a run of ITERATIONS.
     qat: bool  # late QAT
     seq_len: int  # tokens T of a training sequence
     looping: bool = False  # repeat the layers of the loop

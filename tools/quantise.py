@@ -249,6 +249,7 @@ def gptq(
             columns = left[..., now].permute(3, 1, 0, 2).flatten(2)
             rounded = to_integers(column + (columns[..., None, :] @ feedback).mT)
             integers[..., now].diagonal(0, 0, 3).copy_(rounded[..., 0].movedim(0, -1))
+            # Errors from targets that earlier columns have compensated, so feedback has their share.
             errors.append(column - rounded * steps)
             near = slice(turn + 1, stop + last)
             effect = factor[:, now, near].transpose(0, 1)[:, :, None]
