@@ -1418,16 +1418,18 @@ class ParallelMuon:
         """The inverse of `gather`: copy rank 0's `source` into every rank's `tensor`. Raises
         UserError if its shape is another one."""
         source = self.comm.broadcast(source)
-        whole = self.gather(name, tensor)
+        shard = self.banks.get(name.partition(".")[0])
+        shape = tensor.shape if shard is None else (shard.rows, *tensor.shape[1:])
         saved = getattr(source, "shape", None)
         require(
-            saved == whole.shape,
-            f"the checkpoint has {name} with shape {saved}, not {whole.shape}: "
+            saved == shape,
+            f"the checkpoint has {name} with shape {saved}, not {shape}: "
             "it belongs to another model, or ranks have different tensors",
         )
-        whole.copy_(source)  # of a small parameter it is `tensor` itself
-        if shard := self.banks.get(name.partition(".")[0]):
-            rows = whole[shard.own_places]
+        if shard is None:
+            tensor.copy_(source)
+        else:
+            rows = source[shard.own_places]
             tensor[: len(rows)] = rows  # padding rows stay zero
 
 

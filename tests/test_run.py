@@ -136,7 +136,7 @@ def test_events_are_json_with_the_scores_of_the_log(finished):
     log = (folder / "logs" / "tiny.jsonl").read_text()
     kinds = re.findall(r'(?m)^\{"event": "(\w+)"', log)
     assert " ".join(dict.fromkeys(kinds)) == (
-        "start warmup train val calibration final_average_exact rounding artifact "
+        "start graph warmup train val calibration final_average_exact rounding artifact "
         "final_int6_roundtrip_exact final_int6_sliding_window_exact evaluation finished"
     )
     assert kinds.count("train") == 12
