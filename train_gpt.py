@@ -3946,13 +3946,16 @@ class Checkpoints:
 
 
 def read_checkpoint(path: Path) -> tuple[dict, Tensors]:
-    """(metadata, tensors). Raises UserError if the file is damaged. Executes nothing in it."""
+    """(metadata, tensors). Raises UserError if the file is damaged. Executes nothing in it, and uses
+    no more memory than its size."""
     with as_user_error(
         f"checkpoint {path} is truncated, altered or of another version",
         "copy or delete it",
         Exception,
     ):
         with np.load(path) as file:
+            size = sum(member.file_size for member in file.zip.infolist())
+            require(size <= path.stat().st_size, "its arrays are larger than the file")
             # A changed shape would end the reading before the checksum.
             require(not file.zip.testzip(), "its checksum is wrong")
             tensors = dict(file)
@@ -4003,7 +4006,7 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict):
         f"only these may change: {' '.join(knobs_with('score', 'run')).upper()}",
     )
     tokens = len(TokenStream(hp.data_path, "train", hp.vocab_size))
-    before = metadata["train_tokens"]
+    before = metadata.get("train_tokens", tokens)  # not in the first of this version
     require(
         tokens == before,
         f"{path} has trained on shards of {before} tokens, but those in DATA_PATH={hp.data_path} "
