@@ -4268,8 +4268,8 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
     if hasattr(triton, "mix_order_reduction"):
         # From torch 2.10 on; it made this model 6 ms a step slower on 8 x H100 (pytorch #179494).
         triton.mix_order_reduction = False
-    # Training, short sequences, late QAT and the few evaluation shapes.
-    torch._dynamo.config.recompile_limit = 64
+    # One more is an error. A block has up to 8 kinds of layers in each of 9 shapes.
+    torch._dynamo.config.recompile_limit = 256
     # Else a warm start traces each graph with an autograd.Function again (pytorch #149751).
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     return torch.compile(function, dynamic=False, fullgraph=True)

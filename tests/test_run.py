@@ -2,8 +2,10 @@
 
 import collections
 import contextlib
+import copy
 import errno
 import fcntl
+import functools
 import hashlib
 import io
 import itertools
@@ -596,6 +598,34 @@ def test_warm_up_leaves_no_trace(run_of, monkeypatch):
             one.train_step(step, train_gpt.StepSettings(1.0, 0.9, False, 32))
     for find in (lambda one: one.model.parameters(), lambda one: one.average.mean.values()):
         assert all(torch.equal(a, b) for a, b in zip(*map(find, runs), strict=True))
+
+
+def test_a_run_with_all_parts_has_no_more_graphs_than_torch_allows(run_of, monkeypatch):
+    """One more is an error of torch in the warm-up, after minutes. Those of a block are its kinds of
+    layers, times the shapes."""
+    knobs = {"NUM_LAYERS": 11, "XSA_LAST_N": 4, "LOOP_VISITS": 2, "LANES_LAST_N": 3, "MUDD": 1}
+    knobs |= {"ATTN_WINDOW": 16, "TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 16}
+    knobs |= {"EVAL_MODE": "banded", "EVAL_MAX_SECONDS": 99, "EVAL_SEQ_LEN": 1024}
+    parts = {"attend": lambda q, k, v, *_: q + (k + v).repeat_interleave(2, 2)}
+    training = run_of(val=True, parts=parts, VAL_LOSS_EVERY=4, **knobs)
+    training.val.documents = training.val.documents[:1]  # longer than a window
+    monkeypatch.setattr(train_gpt, "check_kernels", lambda *_: None)  # of the last steps' graph
+    monkeypatch.setattr(train_gpt, "BAND_TARGETS", 1)
+    model = training.forward = copy.copy(training.model)
+    inputs = training.val, training.hp, training.runtime
+    training.make_scorer = functools.partial(train_gpt.Evaluator, model, *inputs)
+    graphs = set()
+
+    def block(*arguments):
+        leaves, structure = torch.utils._pytree.tree_flatten(arguments)
+        leaves = [getattr(leaf, "shape", leaf) for leaf in leaves]
+        graphs.add((torch.is_grad_enabled(), str(structure), *map(str, leaves)))
+        return training.model.block(*arguments)
+
+    model.block = block
+    training.warm_up()
+    train_gpt.compile_whole(block, True)  # sets the limit
+    assert 64 < len(graphs) <= torch._dynamo.config.recompile_limit
 
 
 @pytest.mark.parametrize("mode, steps", [("sgd", 1), ("lora", 2)])
