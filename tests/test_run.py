@@ -600,6 +600,7 @@ def test_warm_up_leaves_no_trace(run_of, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(*map(find, runs), strict=True))
 
 
+@torch._dynamo.config.patch(recompile_limit=64)  # loads it
 def test_a_run_with_all_parts_has_no_more_graphs_than_torch_allows(run_of, monkeypatch):
     """One more is an error of torch in the warm-up, after minutes. Those of a block are its kinds of
     layers, times the shapes."""
