@@ -38,6 +38,7 @@ from conftest import (
     sentence,
     user_error,
     weights_of,
+    write_shard,
 )
 from lib import runs
 
@@ -269,6 +270,24 @@ def test_no_timed_evaluation_compiles(compiles, mode, finished, env, tmp_path, m
     # The artifact has no mode, and a banded pass replaces sliding windows
     assert ("final_int6_banded_exact" in printed) == (mode == "banded")
     assert ("final_int6_sliding_window_exact" in printed) == (mode == "sliding")
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_a_wrong_kernel_is_found_before_an_artifact_is_scored(
+    factor, finished, env, data, tmp_path, monkeypatch
+):
+    """By the text itself, here of one window."""
+    monkeypatch.chdir(tmp_path)
+    text = train_gpt.read_shard(data / "fineweb_val_000000.bin")[:33]
+    write_shard(tmp_path / "fineweb_val_000000.bin", text)
+    load = train_gpt.load_attention
+    wrong = lambda name: lambda *inputs: factor * load(name)(*inputs)  # noqa: E731
+    monkeypatch.setattr(train_gpt, "load_attention", wrong)
+    path = finished[0] / "final_model.npz"
+    environ = evaluating(env, path, DATA_PATH=tmp_path, RUN_ID="e")
+    with user_error("^gradients differ") if factor > 1 else contextlib.nullcontext():
+        train_gpt.evaluate_only(environ, str(path))
+    assert ("roundtrip_exact" in Path("logs/e.txt").read_text()) == (factor == 1)
 
 
 def test_a_run_whose_artifact_cannot_be_read_ends_with_a_sentence(env, tmp_path, monkeypatch):
