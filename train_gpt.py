@@ -3951,13 +3951,16 @@ class Checkpoints:
 
 
 def read_checkpoint(path: Path) -> tuple[dict, Tensors]:
-    """(metadata, tensors). Raises UserError if the file is damaged. Executes nothing in it."""
+    """(metadata, tensors). Raises UserError if the file is damaged. Executes nothing in it, and uses
+    no more memory than its size."""
     with as_user_error(
         f"checkpoint {path} is truncated, altered or of another version",
         "copy or delete it",
         Exception,
     ):
         with np.load(path) as file:
+            size = sum(member.file_size for member in file.zip.infolist())
+            require(size <= path.stat().st_size, "its arrays are larger than the file")
             # A changed shape would end the reading before the checksum.
             require(not file.zip.testzip(), "its checksum is wrong")
             tensors = dict(file)
@@ -4008,7 +4011,7 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict):
         f"only these may change: {' '.join(knobs_with('score', 'run')).upper()}",
     )
     tokens = len(TokenStream(hp.data_path, "train", hp.vocab_size))
-    before = metadata["train_tokens"]
+    before = metadata.get("train_tokens", tokens)  # not in the first of this version
     require(
         tokens == before,
         f"{path} has trained on shards of {before} tokens, but those in DATA_PATH={hp.data_path} "
@@ -4270,8 +4273,8 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
     if hasattr(triton, "mix_order_reduction"):
         # From torch 2.10 on; it made this model 6 ms a step slower on 8 x H100 (pytorch #179494).
         triton.mix_order_reduction = False
-    # Training, short sequences, late QAT and the few evaluation shapes.
-    torch._dynamo.config.recompile_limit = 64
+    # One more is an error. A block has up to 8 kinds of layers in each of 9 shapes.
+    torch._dynamo.config.recompile_limit = 256
     # Else a warm start traces each graph with an autograd.Function again (pytorch #149751).
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     return torch.compile(function, dynamic=False, fullgraph=True)

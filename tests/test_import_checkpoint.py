@@ -702,7 +702,11 @@ def test_knobs_of_a_run_and_of_this_one(last):
     "change, environ, part",
     [
         (lambda m, _: m.update(version=7), {}, "altered or of another version: version 7; copy"),
-        (lambda m, _: m["hyperparameters"].update(ropes=0), {}, "this script has no knob ROPES; use"),
+        (
+            lambda m, _: m["hyperparameters"].update(ropes=0),
+            {},
+            "this script has no knob ROPES; use",
+        ),
         (lambda m, _: m.pop("samples"), {}, "cannot be used: KeyError: 'samples'; use the script"),
         (
             lambda m, _: m["hyperparameters"].update(num_heads="x"),
@@ -716,6 +720,11 @@ def test_knobs_of_a_run_and_of_this_one(last):
             lambda m, _: m["hyperparameters"].update(attn_gate=True),
             {},
             "has no attn_gate, which the model needs; look at ATTN_GATE",
+        ),
+        (
+            lambda m, _: m["hyperparameters"].update(mudd=True),
+            {},
+            "has no mudd_in, which the model needs; look at MUDD; .* mudd_out, .* look at MUDD$",
         ),
         (
             lambda _, t: t.update({"new.average": torch.ones(1)}),
@@ -744,6 +753,15 @@ def test_a_damaged_checkpoint_of_ours_is_named(last, where):
     path.write_bytes(whole[:place] + bytes([whole[place] ^ 1])[: len(rest)] + rest)
     with user_error("step.npz is truncated, altered or of another version: .*; copy or delete it"):
         own_weights(str(path))
+
+
+def test_a_checkpoint_that_would_fill_the_memory_is_refused(tmp_path):
+    """A forged one may be packed to a thousandth of its size."""
+    path = tmp_path / "step.npz"
+    metadata = json.dumps({"version": train_gpt.CHECKPOINT_VERSION})
+    np.savez_compressed(path, metadata=metadata, tok_emb=np.zeros(1 << 20))
+    with user_error("step.npz is truncated, .*: its arrays are larger than the file; copy or"):
+        train_gpt.read_checkpoint(path)
 
 
 @pytest.mark.parametrize(

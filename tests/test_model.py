@@ -46,7 +46,7 @@ def mudd_sums(x, sources, hidden, weights):
     sums = []
     for way in weights:
         parts = []
-        for source, row in zip(sources, way, strict=True):
+        for source, row in zip(sources, way):  # noqa: B905  two layers have no third
             factor = sum(
                 (w * h for w, h in zip(row[:-1], units, strict=True)), row[-1] / len(hidden)
             )
@@ -101,7 +101,7 @@ def reference_logits(hp: Hyperparameters, p: dict, ids: torch.Tensor) -> torch.T
         streams.append(x)
         mudd, value = hp.mudd and place == len(order) - 1, 0
         if mudd:
-            sources, ways = (x0, x, streams[-3]), p["mudd_out"].view(3, 3, -1)
+            sources, ways = (x0, x, *streams[-3:-2]), p["mudd_out"].view(3, 3, -1)
             residual, value = mudd_sums(x, sources, p["mudd_in"][0], ways[:2])
             x = x + residual
         lane = x if parallel == 0 else lane
@@ -169,6 +169,7 @@ VARIANTS = (
     {"ROPE_DIMS": 0, "NUM_KV_HEADS": 4, "DOC_ATTENTION": 1},
     {"NUM_LAYERS": 4, "XSA_LAST_N": 4, "SKIPS": "scales", "MLP_SLOPE": 0},
     {"NUM_LAYERS": 4, "LANES_LAST_N": 2, "MLP_GATE": 1, "ATTN_WINDOW": 3},
+    {"NUM_LAYERS": 2, "MUDD": 1},
     {"NUM_LAYERS": 4, "MUDD": 1},
     {"NUM_LAYERS": 5, **LOOP, "SMEAR_TOKEN": 1},
     {"NUM_LAYERS": 4, **LOOP, "LOOP_FIRST": 0, "LANES_LAST_N": 1, "ATTN_GATE": 1},

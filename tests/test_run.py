@@ -2,8 +2,10 @@
 
 import collections
 import contextlib
+import copy
 import errno
 import fcntl
+import functools
 import hashlib
 import io
 import itertools
@@ -36,6 +38,7 @@ from conftest import (
     sentence,
     user_error,
     weights_of,
+    write_shard,
 )
 from lib import runs
 
@@ -267,6 +270,24 @@ def test_no_timed_evaluation_compiles(compiles, mode, finished, env, tmp_path, m
     # The artifact has no mode, and a banded pass replaces sliding windows
     assert ("final_int6_banded_exact" in printed) == (mode == "banded")
     assert ("final_int6_sliding_window_exact" in printed) == (mode == "sliding")
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_a_wrong_kernel_is_found_before_an_artifact_is_scored(
+    factor, finished, env, data, tmp_path, monkeypatch
+):
+    """By the text itself, here of one window."""
+    monkeypatch.chdir(tmp_path)
+    text = train_gpt.read_shard(data / "fineweb_val_000000.bin")[:33]
+    write_shard(tmp_path / "fineweb_val_000000.bin", text)
+    load = train_gpt.load_attention
+    wrong = lambda name: lambda *inputs: factor * load(name)(*inputs)  # noqa: E731
+    monkeypatch.setattr(train_gpt, "load_attention", wrong)
+    path = finished[0] / "final_model.npz"
+    environ = evaluating(env, path, DATA_PATH=tmp_path, RUN_ID="e")
+    with user_error("^gradients differ") if factor > 1 else contextlib.nullcontext():
+        train_gpt.evaluate_only(environ, str(path))
+    assert ("roundtrip_exact" in Path("logs/e.txt").read_text()) == (factor == 1)
 
 
 def test_a_run_whose_artifact_cannot_be_read_ends_with_a_sentence(env, tmp_path, monkeypatch):
@@ -596,6 +617,35 @@ def test_warm_up_leaves_no_trace(run_of, monkeypatch):
             one.train_step(step, train_gpt.StepSettings(1.0, 0.9, False, 32))
     for find in (lambda one: one.model.parameters(), lambda one: one.average.mean.values()):
         assert all(torch.equal(a, b) for a, b in zip(*map(find, runs), strict=True))
+
+
+@torch._dynamo.config.patch(recompile_limit=64)  # loads it
+def test_a_run_with_all_parts_has_no_more_graphs_than_torch_allows(run_of, monkeypatch):
+    """One more is an error of torch in the warm-up, after minutes. Those of a block are its kinds of
+    layers, times the shapes."""
+    knobs = {"NUM_LAYERS": 11, "XSA_LAST_N": 4, "LOOP_VISITS": 2, "LANES_LAST_N": 3, "MUDD": 1}
+    knobs |= {"ATTN_WINDOW": 16, "TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 16}
+    knobs |= {"EVAL_MODE": "banded", "EVAL_MAX_SECONDS": 99, "EVAL_SEQ_LEN": 1024}
+    parts = {"attend": lambda q, k, v, *_: q + (k + v).repeat_interleave(2, 2)}
+    training = run_of(val=True, parts=parts, VAL_LOSS_EVERY=4, **knobs)
+    training.val.documents = training.val.documents[:1]  # longer than a window
+    monkeypatch.setattr(train_gpt, "check_kernels", lambda *_: None)  # of the last steps' graph
+    monkeypatch.setattr(train_gpt, "BAND_TARGETS", 1)
+    model = training.forward = copy.copy(training.model)
+    inputs = training.val, training.hp, training.runtime
+    training.make_scorer = functools.partial(train_gpt.Evaluator, model, *inputs)
+    graphs = set()
+
+    def block(*arguments):
+        leaves, structure = torch.utils._pytree.tree_flatten(arguments)
+        leaves = [getattr(leaf, "shape", leaf) for leaf in leaves]
+        graphs.add((torch.is_grad_enabled(), str(structure), *map(str, leaves)))
+        return training.model.block(*arguments)
+
+    model.block = block
+    training.warm_up()
+    train_gpt.compile_whole(block, True)  # sets the limit
+    assert 64 < len(graphs) <= torch._dynamo.config.recompile_limit
 
 
 @pytest.mark.parametrize("mode, steps", [("sgd", 1), ("lora", 2)])

@@ -100,6 +100,8 @@ KNOBS_OF = {
     "attn_gate": "ATTN_GATE",
     "mlp_gate": "MLP_GATE",
     "lane_mix": "LANES_LAST_N",
+    "mudd_in": "MUDD",
+    "mudd_out": "MUDD",
 }
 # Knobs of the export, and of the final passes beside rows without overlap.
 EXPORT = ("ROUNDING", "GPTQ_BATCHES", "TRELLIS_STATES", "COMPRESSOR")
