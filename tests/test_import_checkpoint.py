@@ -702,7 +702,11 @@ def test_knobs_of_a_run_and_of_this_one(last):
     "change, environ, part",
     [
         (lambda m, _: m.update(version=7), {}, "altered or of another version: version 7; copy"),
-        (lambda m, _: m["hyperparameters"].update(none=0), {}, "this script has no knob NONE; use"),
+        (
+            lambda m, _: m["hyperparameters"].update(ropes=0),
+            {},
+            "this script has no knob ROPES; use",
+        ),
         (lambda m, _: m.pop("samples"), {}, "cannot be used: KeyError: 'samples'; use the script"),
         (
             lambda m, _: m["hyperparameters"].update(num_heads="x"),
