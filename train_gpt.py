@@ -4032,7 +4032,7 @@ def require_space(hp: Hyperparameters):
         kept = len(list(folder.glob(CHECKPOINT_FILES)))
         needs[folder] = max(1, 3 - kept) * ((1 << 20) + 16 * weights)
     for folder, need in needs.items():
-        place = next(filter(Path.exists, (folder / "file").resolve().parents))
+        place = next(filter(Path.exists, Path(os.path.realpath(folder / "file")).parents))
         free = shutil.disk_usage(place).free
         require(
             free >= need,
