@@ -323,7 +323,7 @@ def test_a_run_with_the_tilt_says_that_it_counts_n_grams(made):
     folder = made(change=tilted)
     given = json.loads((folder / "submission.json").read_text())
     assert given["compliance"]["no_ngram_cache"] is False
-    assert all(row["eval_time_s"] > 29 for row in given["seed_results"].values())
+    assert all(row["eval_time_s"] >= 29 for row in given["seed_results"].values())
     status, lines = checked(folder)
     assert status == 0 and any(
         "no_ngram_cache is False, as NGRAM_TILT=1" in x for x in lines["n/a"]
