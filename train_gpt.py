@@ -1598,9 +1598,8 @@ class Run:
     def train(self):
         """Steps until ITERATIONS, the time limit or a signal end the training."""
         hp, clock, log = self.hp, self.clock, self.log
-        log.kept = log.kept or (
-            "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
-        )
+        advice = "" if hp.checkpoint_every else ": set CHECKPOINT_EVERY=60s to keep the training"
+        log.kept = log.kept or f"only the log is kept{advice}"
         due = range(0, hp.iterations, hp.val_loss_every) if hp.val_loss_every else ()
         step = first = clock.step + 1
         gc.collect()
@@ -3557,7 +3556,12 @@ def read_validation(
     if hp.canonical_mask:
         # Never from the validation text itself: its end would change the losses before it (C1).
         if check_manifest(hp.data_path, hp.tokenizer_path).get("canonical", True):
-            val.refused = torch.from_numpy(refused_pairs(hp.tokenizer_path)).to(device)
+            refused = refused_pairs(hp.tokenizer_path)
+            if count := refused[tokens[:-1], tokens[1:]].sum():
+                log(
+                    f"note: CANONICAL_MASK refuses {count} targets: {REFUSED_NATS:.1f} nats more for each"
+                )
+            val.refused = torch.from_numpy(refused).to(device)
         else:
             log("note: CANONICAL_MASK is off: manifest.json says canonical: false")
     if hp.ngram_tilt:

@@ -143,7 +143,10 @@ def test_only_the_manifest_turns_the_mask_off_and_a_refused_target_has_a_loss(
         (folder / "manifest.json").write_text(json.dumps(entry))
         val = train_gpt.read_validation(one_rank(**knobs)[0], torch.device("cpu"), lines.append)
         assert (val.refused is not None) == canonical
-    assert lines == ["note: CANONICAL_MASK is off: manifest.json says canonical: false"]
+    targets = refused[tokens[:-1], tokens[1:]].sum()
+    count = f"note: CANONICAL_MASK refuses {targets} targets: 13.8 nats more for each"
+    off = "note: CANONICAL_MASK is off: manifest.json says canonical: false"
+    assert lines == [count, count, off]
 
 
 def test_a_mask_that_follows_from_the_validation_text_is_caught(one_rank, monkeypatch):
