@@ -325,7 +325,8 @@ def test_a_calibration_fits_a_cpu(monkeypatch, ranks):
         ("399", {}, 16_384),
         ("399", {"TRAIN_BATCH_TOKENS": "8192"}, 8192),
         ("399", {"TRAIN_SEQ_LEN": "3072"}, 15_360 if ranks == 1 else 12_288),
-        ("2135", {}, ranks * 16_384),  # a row each
+        ("2135", {}, 16_384),
+        ("2135", {"TRAIN_SEQ_LEN": "16384"}, ranks * 16_384),  # a row each
         ("399", {"DEVICE": "cuda"}, 786_432),
     ):
         monkeypatch.setattr(
@@ -333,6 +334,7 @@ def test_a_calibration_fits_a_cpu(monkeypatch, ranks):
         )
         hp = import_checkpoint.configure("a.pt", EMPTY, as_file(record), given)
         assert hp.train_batch_tokens == tokens
+        assert "TRAIN_SEQ_LEN" in given or hp.device == "cuda" or hp.train_seq_len == 2048
 
 
 def test_a_slow_calibration_says_how_far_it_is(run_of, monkeypatch):

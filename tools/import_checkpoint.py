@@ -20,7 +20,8 @@ Nothing in a checkpoint is executed. Variables of the environment override its k
 scored in rows of EVAL_SEQ_LEN tokens without overlap; a loss above that of guessing is an error.
 Then they are calibrated on training shards, exported for each of --bytes, and scored again, by NPROC
 ranks (default: one per GPU). EVAL_STRIDE=64, EVAL_MODE=banded and TTT_ENABLED=1 add a score each. On
-a CPU use --tokens 65536; TRAIN_BATCH_TOKENS is at most 16384 there unless you set it.
+a CPU use --tokens 65536; it calibrates on at most 16384 tokens a batch there, in rows of at most
+2048, unless you set TRAIN_BATCH_TOKENS and TRAIN_SEQ_LEN.
 
 In the table "expected" and "found" are the nats per token that rounding costs, as the export expects
 and as scored in rows. Its bytes are of weights, without code.
@@ -113,6 +114,7 @@ FINISHED = {"MAX_WALLCLOCK_SECONDS": "0", "EMA_ENABLED": "0", "SWA_ENABLED": "0"
 FINISHED |= {"RESUME": "", "CHECKPOINT_EVERY": "", "EVAL_ONLY": ""}
 # Four of them are the fewest tokens, 50,000, that calibrate well (docs/quantiser.md), and a bit more.
 CPU_BATCH = 16_384
+CPU_ROW = 2048
 FEW = 65_536  # tokens: a standard error of 0.01 nats, if a token deviates by 2.5 (estimated)
 BEFORE_ROUNDING = "give the final_model.pt that the script writes before it rounds"
 NESTED = ("model", "state_dict", "model_state_dict")  # of checkpoints with more than weights
@@ -377,6 +379,8 @@ def configure(path: str, adopted: Adopted, as_file: str, environ: dict) -> Hyper
     if train_gpt.choose_device(hp.device).type == "cpu":
         if hp.compile == "auto":  # compiling would take longer than the scores
             hp = dataclasses.replace(hp, compile="0")
+        if "TRAIN_SEQ_LEN" not in environ:  # scores of one row of 16,384 take 4 GB a layer
+            hp = dataclasses.replace(hp, train_seq_len=min(hp.train_seq_len, CPU_ROW))
         if "TRAIN_BATCH_TOKENS" not in environ:
             rows = train_gpt.launched("WORLD_SIZE", 1) * hp.train_seq_len  # one for each rank
             tokens = min(hp.train_batch_tokens, rows * max(1, CPU_BATCH // rows))
