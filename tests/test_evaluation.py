@@ -13,7 +13,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import train_gpt
 from conftest import PARTS, evaluate, evaluator, made, noise, user_error, weights_of
@@ -110,8 +109,7 @@ def shorten(val, targets):
 @pytest.mark.parametrize("documents", [True, False])
 @pytest.mark.parametrize("stride, changes", [(48, {}), (8, {**PARTS, "VAL_BATCH_SIZE": 96})])
 def test_the_score_is_that_of_each_target_alone(setting, documents, stride, changes):
-    """In windows longer than the training's. With documents: the windows of what low-rank training
-    leaves over."""
+    """With documents: the windows of what low-rank training leaves over."""
     hp, runtime, val, model = several_documents(setting, EVAL_SEQ_LEN=48, **changes)
     shorten(val, 1000)
     scorer = evaluator(model, val, hp, runtime, stride)
@@ -313,8 +311,7 @@ def fa3(hopper, monkeypatch):
 @pytest.mark.parametrize("band", [0, 7])
 @pytest.mark.parametrize("document", [None, DOCUMENTS])
 def test_windows_and_lengths_of_flash_attention_3(fa3, band, document, monkeypatch):
-    """It repeats its gradients if asked to. More documents than it has lengths for are an error. It
-    is told how long a document can be, as a backward pays for more."""
+    """It repeats its gradients if asked to, and is told how long a document can be."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: band == 7)
     q, k, v = torch.randn(2, 88, 4, 8), torch.randn(2, 88, 2, 8), torch.randn(2, 88, 2, 8)
     expected = train_gpt.reference_attention(q, k, v, band, document)
@@ -345,11 +342,18 @@ WARM = [("", 0, 1), ("", 0, 2), ("sgd", 0, 1), ("sgd", 1, 2), ("lora", 0, 1), ("
 @pytest.mark.parametrize("training, limit, size", WARM)
 @pytest.mark.parametrize("mode", ["banded", "sliding"])
 def test_the_warm_up_compiles_all_shapes(setting, blocks, monkeypatch, training, mode, limit, size):
-    """And no others, apart from what the time limit avoids; on any rank."""
+    """And no others, but for what the time limit avoids. The weights are as before."""
     knobs = {"TTT_ENABLED": 1, "TTT_MODE": training, "TTT_CHUNK_TOKENS": 104} if training else {}
     knobs |= {"EVAL_MODE": mode, "EVAL_MAX_SECONDS": limit, "EVAL_STRIDE": 2}
     hp, runtime, val, model = banded(setting, TTT_LORA_CHUNK=4, MICRO_BATCH_TOKENS=48, **knobs)
     monkeypatch.setattr(train_gpt, "LORA_BATCH", 2)
+    before, update = weights_of(model), train_gpt.lora_update
+
+    def noted(factors, squares, grads, index, *rest):
+        shapes.add((*map(len, factors.values()), len(index), "updated", True, None))
+        update(factors, squares, grads, index, *rest)
+
+    monkeypatch.setattr(train_gpt, "lora_update", noted)
     for rank in range(size):
         over = lambda *_, asked=itertools.count(): limit > 0 and next(asked) >= 3  # noqa: B008, E731
         monkeypatch.setattr(train_gpt, "out_of_time", over)
@@ -362,8 +366,11 @@ def test_the_warm_up_compiles_all_shapes(setting, blocks, monkeypatch, training,
         train_gpt.warm_up_evaluation(make_scorer, train_gpt.final_passes(hp), mock.Mock())
         warm = set(shapes)
         shapes.clear()
+        assert all(torch.equal(w, before[name]) for name, w in weights_of(model).items())
+        assert all(parameter.requires_grad for parameter in model.parameters())
         for config, stride, score, _ in train_gpt.final_passes(hp).values():
             score(train_gpt.Evaluator(model, val, hp, runtime, config, stride))
+        model.load_state_dict(before)
         assert shapes <= warm, "a graph compiles in a timed evaluation"
         assert shapes == warm or size > 1 or limit, "a graph that nothing uses"
         assert bool(training) == any(trained or adapter for *_, adapter, trained, _ in shapes)
@@ -398,8 +405,7 @@ def learner(setting, mode="sgd", targets=0, **changes):
 
 
 def test_sgd_by_the_recipe_of_461(setting):
-    """By hand: score a chunk, steps of SGD on it, score the next. The momentum goes on, and the rate
-    is a cosine over the chunks that train."""
+    """By hand, with one momentum and a cosine of rates over the chunks that train."""
     chunk = 64
     model, scorer, _ = learner(setting, "sgd", 250, TTT_CHUNK_TOKENS=chunk, TTT_LR=0.05)
     twin, val = copy.deepcopy(model), scorer.val
@@ -647,31 +653,6 @@ def test_documents_are_dealt_to_the_ranks(setting, monkeypatch):
 
 
 # As compile_whole sets it; monkeypatch would delete it afterwards
-@torch._dynamo.config.patch(recompile_limit=64)
-def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypatch):
-    """Afterwards nothing is compiled, forward or update, and the weights are as before."""
-    monkeypatch.setattr(train_gpt, "LORA_CHUNKS", ((30, 5),))
-    monkeypatch.setattr(train_gpt, "LORA_PARTS", (4, 1))
-    monkeypatch.setattr(train_gpt, "LORA_BATCH", 4)  # the last batch has fewer documents
-    knobs = {"TTT_LORA_LR": 0.02, "MICRO_BATCH_TOKENS": 96, "NUM_LAYERS": 1, "XSA_LAST_N": 1}
-    knobs["NGRAM_TILT"] = 1
-    model, scorer, _ = learner(setting, "lora", 400, **knobs)
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    compiling = functools.partial(torch.compile, backend=counter, dynamic=False, fullgraph=True)
-    monkeypatch.setattr(train_gpt, "compile_whole", lambda function, _: compiling(function))
-    scorer.forward = train_gpt.compile_blocks(model, True)
-    before = weights_of(model)
-    inputs = scorer.forward, scorer.val, scorer.hp, scorer.runtime
-    passes = train_gpt.final_passes(scorer.hp)
-    make_scorer = functools.partial(train_gpt.Evaluator, *inputs)
-    train_gpt.warm_up_evaluation(make_scorer, passes, mock.Mock())
-    compiled = counter.frame_count
-    assert compiled > 5
-    train_gpt.ttt_lora(scorer)
-    assert counter.frame_count == compiled
-    assert all(torch.equal(w, before[name]) for name, w in weights_of(model).items())
-    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("limit, sizes", [(48, {8, 24, 48}), (10, {8, 10}), (5, {5})])
