@@ -12,7 +12,7 @@ import sentencepiece
 import torch
 
 import train_gpt
-from conftest import VOCAB, evaluator, train_pieces, user_error, write_shard
+from conftest import VOCAB, train_pieces, user_error, write_shard
 from train_gpt import (
     ByteCounter,
     Comm,
@@ -117,8 +117,7 @@ def test_byte_pieces_count_one_and_boundaries_nothing(data, monkeypatch):
 
 
 def test_a_last_token_is_only_a_target():
-    """It begins no document, or there would be one without targets behind the end. The first token
-    begins one, whatever it is."""
+    """It begins no document. The first token begins one, whatever it is."""
     B = train_gpt.BOS
     val = train_gpt.Validation(np.array([5, 5, B, 6, B]), np.ones(4), torch.device("cpu"))
     assert val.documents.tolist() == [0, 2]
@@ -180,31 +179,22 @@ def test_a_sidecar_has_the_bytes_and_is_not_text(one_rank, tmp_path, data):
     ],
 )
 def test_documents_are_counted_for_flash_attention_3(
-    one_rank, tmp_path, data, attention, starts, limit, refused
+    one_rank, tmp_path, attention, starts, limit, refused
 ):
-    """On a GPU, too many would be an error of indexing that kills the run. `refused`: the most, or
-    the DOC_LEN that is asked for."""
-    shutil.copytree(data, tmp_path / "data")
+    """Too many would kill the run. `refused`: the most, or the DOC_LEN that is asked for.
+    tests/test_evaluation.py counts those of an evaluation."""
     tokens = np.full(1000, VOCAB - 1)  # a letter
-    tokens[500 : 500 + starts] = train_gpt.BOS
-    digest = train_gpt.sha256_of(data / "tokenizer.model")
-    for path in (tmp_path / "data").glob("*.bin"):
-        write_shard(path, tokens, tokenizer=digest)
+    tokens[604 : 604 + starts] = train_gpt.BOS  # in the row that begins at 512, from place 92 on
+    write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
     sizes = {"TRAIN_SEQ_LEN": 128, "SHORT_SEQ_PARTS": 2, "EVAL_SEQ_LEN": 64, "DOC_LEN": limit}
-    hp, runtime = one_rank(DATA_PATH=tmp_path / "data", DOC_ATTENTION=1, **sizes)
-    runtime = dataclasses.replace(runtime, attention=attention)
+    hp, runtime = one_rank(DATA_PATH=tmp_path, DOC_ATTENTION=1, **sizes)
+    loader = TrainingLoader(hp, dataclasses.replace(runtime, attention=attention))
     sentence = f"{starts} documents begin within (64|128) positions, but .* takes {refused}:"
     if limit:
-        sentence = (
-            f"DOC_LEN={limit} cuts rows of (64|128) positions .* set DOC_LEN={refused} or more"
-        )
-    outcome = user_error(sentence) if refused else contextlib.nullcontext()
-    loader = TrainingLoader(hp, runtime)
-    with outcome:
+        sentence = f"DOC_LEN={limit} cuts rows of (64|128) .* set DOC_LEN={refused} or more"
+    with user_error(sentence) if refused else contextlib.nullcontext():
         for step in range(loader.blocks // loader.rows + 1):
             loader.batch(step)
-    with outcome if not limit else contextlib.nullcontext():  # evaluations do not cut documents
-        evaluator(None, read_validation(hp, runtime.device), hp, runtime, 64)
     # Those that begin anywhere in a row; a row of two short sequences has less room than they have
     begins = np.sort(np.append(np.arange(0, 256, 16), np.arange(1, 256, 64)))
     train_gpt.check_documents(begins, (64, 128), "fa3")
@@ -312,26 +302,18 @@ def test_bytes_of_single_characters_are_proven_by_a_sha256_alone(one_rank, tmp_p
             bytes_and_notes(other)
 
 
+def headed(**wrong):
+    return lambda path: write_shard(path, TOKENS, **wrong)
+
+
 @pytest.mark.parametrize(
     "spoil, part",
     [
-        (
-            lambda path: write_shard(path, TOKENS, magic=1),
-            "the header (1, 1, 296), not 1024 + 2 n bytes and (20240520, 1), n",
-        ),
-        (lambda path: write_shard(path, TOKENS, version=2), "the header (20240520, 2, 296), not"),
-        (
-            lambda path: write_shard(path, TOKENS, count=295),
-            "has 1616 bytes and the header (20240520, 1, 295), not",
-        ),
-        (
-            lambda path: write_shard(path, TOKENS, count=297),
-            "has 1616 bytes and the header (20240520, 1, 297), not",
-        ),
-        (
-            lambda path: write_shard(path, TOKENS[:0]),
-            "has 1024 bytes and the header (20240520, 1, 0), not",
-        ),
+        (headed(magic=1), "(1, 1, 296), not 1024 + 2 n bytes and (20240520, 1), n"),
+        (headed(version=2), "the header (20240520, 2, 296), not"),
+        (headed(count=295), "has 1616 bytes and the header (20240520, 1, 295), not"),
+        (headed(count=0), "has 1616 bytes and the header (20240520, 1, 0), not"),
+        (lambda path: write_shard(path, TOKENS[:0]), "has 1024 bytes and the header (2"),
         (lambda path: path.write_bytes(b""), "not enough values"),
         (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "has 1617 bytes and the header"),
         # A loop, which even root cannot read
@@ -341,7 +323,7 @@ def test_bytes_of_single_characters_are_proven_by_a_sha256_alone(one_rank, tmp_p
 )
 def test_wrong_shards_are_named(tmp_path, spoil, part):
     path = tmp_path / "fineweb_train_000000.bin"
-    write_shard(path, TOKENS)
+    headed()(path)
     spoil(path)
     with pytest.raises(UserError) as error:
         TokenStream(str(tmp_path), "train", VOCAB)

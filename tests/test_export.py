@@ -204,8 +204,7 @@ def test_hessians_are_of_what_each_matrix_reads(monkeypatch, run_of):
 
 
 def test_squares_are_of_the_gradients_of_each_token(run_of, monkeypatch):
-    """Half their mean, against one backward per token. Weights that are all 1 for one token and 0
-    for the others take the place of the random ones."""
+    """Half their mean, against a backward per token, whose weight alone is 1."""
     run = run_of(TRAIN_BATCH_TOKENS=32)
     noise(run.model, seed=3, size=0.05)
     rows = run.loader.batch(0)
@@ -417,14 +416,8 @@ FRAMES = {  # of 21,600 bytes; byte 4 of a frame says which fields follow: here 
     "states petabytes": (NO_SIZE, lambda frame, raw: frame[:4] + b"\xe4" + struct.pack("<Q", 1 << 50) + frame[7:]),
     "states less": ("ZstdError: decompression error", lambda frame, raw: frame[:5] + bytes(2) + frame[7:]),
     "a window of 2 GiB": (NO_SIZE, lambda frame, raw: frame[:4] + b"\x44\xa8" + frame[5:]),
-    "a dictionary": ("Dictionary mismatch", lambda frame, raw: frame[:4] + b"\x65\x07" + frame[5:]),
     "checksum": ("doesn't match checksum", lambda frame, raw: flipped(frame, -1)),
     "a byte more": ("1 bytes of unused data", lambda frame, raw: frame + b"x"),
-    "two frames": ("bytes of unused data", lambda frame, raw: frame + frame),
-    "a skippable frame": (
-        "decompression error", lambda frame, raw: b"\x50\x2a\x4d\x18" + struct.pack("<I", len(frame)) + frame
-    ),
-    "another magic": ("Unknown frame descriptor", lambda frame, raw: b"x" + frame[1:]),
 }
 # fmt: on
 
@@ -490,12 +483,11 @@ def test_artifact_holds_the_knobs_of_its_model_and_windows(model, packed):
 DAMAGES = {
     "truncated": ("BadZipFile", lambda blob: blob[: len(blob) // 2]),
     "one byte": ("BadZipFile: Bad CRC-32", lambda blob: flipped(blob, len(blob) // 2)),
-    "last byte": ("BadZipFile", lambda blob: blob[:-1]),
     "foreign": ("it is not an artifact", lambda blob: b"hello"),
     "version 10": ("before version 11: use the script that", lambda blob: b"PGOLF\r\n\x1a\n\0"),
     "another archive": ("tools/import_checkpoint.py for a checkpoint of torch", lambda blob: saved(weights=np.ones(3))),
     "compressed": ("its arrays are compressed", lambda blob: saved(np.savez_compressed, **arrays_of(blob))),
-    "compressed codes": ("its arrays are compressed", lambda blob: deflated(blob, "codes.npy")),
+    "compressed codes": ("its arrays are compressed", lambda blob: rezipped(blob, method=zipfile.ZIP_DEFLATED)),
     "other numbers": ("its tensors are not those", lambda blob: replaced(blob, codes=np.ones(3))),
     "objects": ("Object arrays cannot be loaded", lambda blob: replaced(blob, codes=np.array([{}]))),
     "a huge array": ("(MemoryError|EOF)", lambda blob: claiming(blob, 1 << 40)),
@@ -545,25 +537,23 @@ def flipped(blob, place) -> bytes:
     return bytes(changed)
 
 
+def rezipped(blob, content=None, method=zipfile.ZIP_STORED, member="codes.npy") -> bytes:
+    """The file with other content of an array, or with it compressed to perhaps a thousandth."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(blob)) as archive, zipfile.ZipFile(file, "w") as forged:
+        for name in archive.namelist():
+            own = name == member
+            raw = content if own and content else archive.read(name)
+            forged.writestr(name, raw, method if own else zipfile.ZIP_STORED)
+    return file.getvalue()
+
+
 def claiming(blob, size) -> bytes:
     """The artifact with an array whose own header claims this size."""
     array = io.BytesIO()
     facts = {"descr": "|u1", "fortran_order": False, "shape": (size,)}
     np.lib.format.write_array_header_1_0(array, facts)
-    file = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(blob)) as archive, zipfile.ZipFile(file, "w") as forged:
-        for name in archive.namelist():
-            forged.writestr(name, array.getvalue() if name == "codes.npy" else archive.read(name))
-    return file.getvalue()
-
-
-def deflated(blob, member) -> bytes:
-    """The artifact with one array compressed, which could be a thousand times as large."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(blob)) as archive, zipfile.ZipFile(file, "w") as forged:
-        for name in archive.namelist():
-            forged.writestr(name, archive.read(name), 8 * (name == member))
-    return file.getvalue()
+    return rezipped(blob, array.getvalue())
 
 
 def test_numpy_alone_opens_an_artifact(model, packed):
@@ -635,16 +625,13 @@ NEWER = train_gpt.ARTIFACT_VERSION + 1
 # fmt: off
 CHANGES = {
     "a tensor less": (OTHERS, lambda header: header["code_bytes"].pop()),
-    "a tensor more": (OTHERS, lambda header: header["code_bytes"].append(0)),
     "one byte less": (OTHERS, lambda header: header["code_bytes"].append(header["code_bytes"].pop() - 1)),
     "negative length": ("", setter(-5, "code_bytes", 0)),
     "length as text": ("TypeError", setter("5", "code_bytes", 0)),
     "too long": ("", setter(1 << 40, "code_bytes", 0)),
     "no lengths": ("KeyError: 'code_bytes'", lambda header: header.pop("code_bytes")),
-    "a number for the lengths": ("TypeError", setter(7, "code_bytes")),
     "no knobs": ("KeyError: 'knobs'", lambda header: header.pop("knobs")),
     "another version": (f"version {NEWER}, not {NEWER - 1}: score it with the script", setter(NEWER, "version")),
-    "the version before": ("version 16, not 17: score it with the script that made it", setter(16, "version")),
     "an unknown knob": ("this script has no knob HEAD_TEMP", setter("2", "knobs", "HEAD_TEMP")),
     "a knob of the run": ("this script has no knob RUN_ID of a model or score", setter("a", "knobs", "RUN_ID")),
     "states without a trellis": ("TRELLIS_STATES=5 is not one of", setter("5", "knobs", "TRELLIS_STATES")),
@@ -758,23 +745,20 @@ def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, pac
         train_gpt.read_artifact(str(path), environ)
 
 
-def test_plain_values_that_fp16_cannot_hold_are_refused(model, hyperparameters):
-    weights, hp = weights_of(model), hyperparameters(TRELLIS_STATES=0)
-    weights["smear_gate"][3] = 65_519
-    exported(weights, hp)
-    for weights["smear_gate"][3] in (65_520.0, -1e9):
-        with user_error("smear_gate has values that fp16 cannot hold, beyond 65504: lower"):
-            exported(weights, hp)
+BEYOND = "{} has values that fp16 cannot hold, beyond 65504: lower"
+NOT_FINITE = "{} is not finite: lower the learning rates"
+NUMBERS = {math.nan: NOT_FINITE, math.inf: NOT_FINITE, 65_520.0: BEYOND, -1e9: BEYOND, 65_519.0: ""}
 
 
 @pytest.mark.parametrize("name", ["smear_gate", "bigram_emb", "qo_bank"])
-@pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_refused(model, name, number):
-    """Matrices with NaN were packed as other numbers."""
-    weights = weights_of(model)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_weights_that_an_artifact_cannot_hold_are_refused(model, hyperparameters, name, number):
+    """Matrices with NaN were packed as other numbers. Those of ordinary size are codes."""
+    weights, sentence = weights_of(model), NUMBERS[number].format(name)
     weights[name].view(-1)[3] = number
-    with user_error(f"{name} is not finite: lower the learning rates"):
-        exported(weights, model.hp)
+    held = not sentence or (name != "smear_gate" and math.isfinite(number))
+    with contextlib.nullcontext() if held else user_error(sentence):
+        exported(weights, hyperparameters(TRELLIS_STATES=0))
 
 
 def test_sums_of_a_calibration_that_are_not_finite_are_refused(model):
@@ -794,8 +778,7 @@ def test_codes_are_decoded_once(coder, model, hyperparameters, monkeypatch):
 # ---- Size ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("knobs, gptq", [({}, True), ({"MODEL_DIM": 64, "BIGRAM_DIM": 32}, False)])
 def test_target_is_met(knobs, gptq, hyperparameters):
-    """The artifact is at most the limit and within 1 % of it, also in a tiny model, where the
-    tables of the coder are a large part of the bytes and shrink with wider steps."""
+    """Within 1 %, also in a tiny model, where the coder's tables shrink with wider steps."""
     hp, calibration, lines = hyperparameters(**knobs), {}, []
     model = noise(made(hp), size=0.05)
     weights, matrices = weights_of(model), model.matrices()
@@ -836,8 +819,7 @@ def test_target_is_met(knobs, gptq, hyperparameters):
 
 
 def test_a_smaller_artifact_does_not_replace_a_larger_one_that_fits(model):
-    """Of all that were packed the largest that fits is kept, whatever the order; if none fits, the
-    smallest. The search ends when a thousandth of the bytes is unused."""
+    """In any order. If none fits, the smallest is kept. A thousandth may be unused."""
     fitting, larger = (40_000, 10_000, 18_000, 24_000, 17_400), (12_000, 11_000, 14_000)
     closer = 19_900, 19_979, 19_981, 19_990
     cases = (fitting, 20_000, 18_000), (larger, 9_900, 11_000), (closer, 20_000, 19_981)
@@ -851,8 +833,7 @@ def test_a_smaller_artifact_does_not_replace_a_larger_one_that_fits(model):
 
 @pytest.mark.parametrize("growth", [0.95, 1, 1.5, 2.5])
 def test_few_files_are_packed(model, growth):
-    """Each is a pass of GPTQ. A file has tables, and may grow faster than its codes' expected bytes:
-    the last two files tell how fast."""
+    """Each is a pass of GPTQ. A file may grow faster than its codes' expected bytes."""
     quantisers, packed = train_gpt.make_quantisers(weights_of(model), model.hp, {}).values(), []
 
     def size(loss):
@@ -893,8 +874,7 @@ def test_all_ranks_take_the_file_that_rank_0_has_packed(model):
 
 
 def test_writing_is_atomic(tmp_path, monkeypatch):
-    """A full disk leaves the old file and no temporary one, two processes can write at once, and
-    there is room for the longest RUN_ID."""
+    """On a full disk, by two processes at once, with the longest RUN_ID."""
     path = tmp_path / f"{'r' * 230}.npz"
 
     def write(content):

@@ -99,8 +99,7 @@ LONG = {"TRAIN_SEQ_LEN": 2048, "TRAIN_BATCH_TOKENS": 4096}
     ],
 )
 def test_attention_is_chosen_by_the_length_of_sequences(fa3, changes, chosen, gpu):
-    """cuDNN is faster at 512 tokens, FlashAttention 3 at 2,048 (measured, H100). What is skipped is
-    in the log."""
+    """cuDNN is faster at 512 tokens, FlashAttention 3 at 2,048 (measured, H100)."""
     hp, runtime = gpu(fa3, **changes)
     found = train_gpt.choose_kernels(hp, runtime)
     assert (found.attention, found.mlp) == (chosen, "fused")
@@ -228,9 +227,7 @@ def start_with(run_of, monkeypatch, dtype, knobs=PARTS_OF_A_CHECK, **parts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fault", [None, *ATTENTION, *MLP, *COMPILED])
 def test_a_wrong_gradient_ends_the_start(fault, dtype, run_of, monkeypatch):
-    """Wrong strides that leave the first row right, a wrong derivative of a fused MLP, a compiled
-    function with a gradient that is NaN or doubled: each is found and named. The same without a
-    fault passes, and leaves the parameters as they were."""
+    """Each fault is named. Without one the start passes and leaves the parameters."""
     parts = {"fused_mlp": mlp}
     if fault in ATTENTION:
         parts["attend"] = attention_with(ATTENTION[fault])

@@ -198,8 +198,7 @@ def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tm
 
 
 def test_the_artifact_has_all_that_a_score_depends_on(hyperparameters, tmp_path, monkeypatch):
-    """A masked or banded score, or one after test-time training, was repeated as another one. A
-    variable that is set wins."""
+    """A masked or banded score was repeated as another one. A variable that is set wins."""
     monkeypatch.setattr(train_gpt.sys, "argv", ["my code/train_gpt.py"])
     modes = {"EVAL_MODE": "banded", "CANONICAL_MASK": 1, "NGRAM_TILT": 1, "EVAL_MAX_SECONDS": 9}
     learning = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 7, "TTT_LR": 0.25}
@@ -247,8 +246,7 @@ def test_run_sh_says_what_comes_next(hyperparameters, tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize("compiles, mode", [("1", "sliding"), ("auto", "banded")])
 def test_no_timed_evaluation_compiles(compiles, mode, finished, env, tmp_path, monkeypatch, capsys):
-    """Compiling took minutes of EVAL_MAX_SECONDS. EVAL_ONLY compiles all its shapes before a
-    score's clock starts; on a CPU only if COMPILE=1 asks for it."""
+    """It took minutes of EVAL_MAX_SECONDS. A CPU compiles only if COMPILE=1 asks for it."""
     shapes, before, asked, real = set(), [], [], train_gpt.score_artifact
 
     def recorded(model, compiled):
@@ -537,8 +535,7 @@ def test_time_for_calibration_is_reserved(run_of, monkeypatch):
 
 @pytest.mark.parametrize("cap, used", [(11, 3), (10.5, 2), (1, 1), (0, 4)])
 def test_calibration_ends_within_the_cap(cap, used, run_of, monkeypatch):
-    """On a machine that has become slower. The second of 4 batches takes 4 s, the others 2 s, and
-    on another rank 1 s more. What was reserved is theirs."""
+    """Batches take 2 s, the second 4 s, on another rank 1 s more. What was reserved is theirs."""
     training, lines, now = run_of(GPTQ_BATCHES=4, MAX_WALLCLOCK_SECONDS=cap), [], [1.0]
     training.clock.reserve = 9.0
     queued = []  # seconds of a GPU's work, for which the host has to wait
@@ -594,8 +591,7 @@ def test_bf16_compiled_run_is_a_run(backend, env, tmp_path):
 
 
 def test_warm_up_leaves_no_trace(run_of, monkeypatch):
-    """Faults B19, B21: the warm-up runs real steps, then restores all state, momentum included. A
-    run after it is equal to one without it, and its work is done when it ends."""
+    """Faults B19, B21: the warm-up runs real steps, then restores all state."""
     knobs = {**PARTS, "LATE_QAT": 1, "LOOP_START": 0.3}
     runs = [run_of(val=True, WARMUP_STEPS=steps, **knobs) for steps in (0, 3)]
     taken = []
@@ -621,8 +617,7 @@ def test_warm_up_leaves_no_trace(run_of, monkeypatch):
 
 @torch._dynamo.config.patch(recompile_limit=64)  # loads it
 def test_a_run_with_all_parts_has_no_more_graphs_than_torch_allows(run_of, monkeypatch):
-    """One more is an error of torch in the warm-up, after minutes. Those of a block are its kinds of
-    layers, times the shapes."""
+    """One more was an error of torch in the warm-up, after minutes."""
     knobs = {"NUM_LAYERS": 11, "XSA_LAST_N": 4, "LOOP_VISITS": 2, "LANES_LAST_N": 3, "MUDD": 1}
     knobs |= {"ATTN_WINDOW": 16, "TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 16}
     knobs |= {"EVAL_MODE": "banded", "EVAL_MAX_SECONDS": 99, "EVAL_SEQ_LEN": 1024}
@@ -650,8 +645,7 @@ def test_a_run_with_all_parts_has_no_more_graphs_than_torch_allows(run_of, monke
 
 @pytest.mark.parametrize("mode, steps", [("sgd", 1), ("lora", 2)])
 def test_the_log_names_each_graph_before_it_is_compiled(mode, steps, run_of, monkeypatch):
-    """Slow and stuck looked alike: low-rank training compiled for minutes after one line. Graph n of
-    m, with seconds; no validation compiles later."""
+    """Slow and stuck looked alike. No validation compiles later."""
     knobs = {**PARTS, "TTT_ENABLED": 1, "TTT_MODE": mode, "TTT_CHUNK_TOKENS": 112}
     knobs |= {
         "EVAL_SEQ_LEN": 256,
@@ -775,7 +769,6 @@ def test_what_only_newer_versions_of_torch_have_is_asked_for():
     [
         ({"DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere has no fineweb_val_NNNNNN.bin"),
         ({"TARGET_BYTES": 1000}, "TARGET_BYTES=1000 is no more than the "),
-        ({"VOCAB_SIZE": 300}, "VOCAB_SIZE=300"),
         ({"EVAL_ONLY": "nothing.xz"}, "artifact nothing.xz cannot be used: No such file or dir"),
         ({"EVAL_ONLY": "a.xz", "DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere has no"),
         # Bounds of the defaults came first: XSA_LAST_N=4 is not at most NUM_LAYERS=1.
@@ -897,9 +890,6 @@ def test_full_disk(env, tmp_path):
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
     result = run(script_after(limit), env(RUN_ID="full"), tmp_path, status=1)
     assert "cannot write logs/full.txt: File too large" in sentence(result)
-    full = "import shutil; shutil.disk_usage = lambda path: __import__('types').SimpleNamespace(free=1)"
-    result = run(script_after(full), env(RUN_ID="none"), tmp_path, status=1)
-    assert "the disk has 0 MiB" in sentence(result)
 
 
 def test_full_disk_at_the_export(env, tmp_path):
