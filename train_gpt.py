@@ -687,6 +687,18 @@ class Layer(NamedTuple):
     skip_gate: Tensor | None = None  # (D,)
 
 
+class Stream(NamedTuple):
+    """What a layer passes on, (B, T, D) each. The stream is x + change: left to the first kernel of
+    the next block, this sum costs no kernel of its own."""
+
+    x: Tensor
+    change: Tensor | None  # of the last layer; None: of two lanes
+    lane: Tensor | None = None  # the second lane
+
+    def sum(self) -> Tensor:
+        return self.x if self.change is None else self.x + self.change
+
+
 def linear(x: Tensor, *matrices: Matrix) -> Tensor:
     """x (B, T, in) -> (B, T, out) by these matrices, concatenated, without low-rank products."""
     for matrix in matrices:
@@ -891,22 +903,21 @@ class GPT(nn.Module):
             for layer in config.layer_order
         ]
         x0 = self.embed(ids, projection)  # (B, T, D)
-        x, change, *x0s = self.fan_out(x0, len(visits))
-        lane, inputs, half = None, [], len(visits) // 2
+        x0.requires_grad_(torch.is_grad_enabled())  # also where no parameter is trained
+        x, change, *x0s = FanOut.apply(x0, len(visits), self.add)
+        stream, inputs, half = Stream(x, change), [], len(visits) // 2
         for depth, layer in enumerate(visits):
             # The skip of a layer is the input of the one as far before the middle; the middle one
             # takes its own, which `block` has.
             skip = inputs[2 * half - depth] if half < depth < 2 * half else None
             early = inputs[-2:-1] if layer.mudd else []
-            given = x0s[depth], skip, early, layer, scopes[depth]
-            before, x, change, lane = self.block(x, change, lane, *given)
+            before, stream = self.block(stream, x0s[depth], skip, early, layer, scopes[depth])
             inputs.append(before)
-        return self.head(x, change, lane, head, ids, targets, reduction, refused, hints)
+        return self.head(stream, head, ids, targets, reduction, refused, hints)
 
     @staticmethod
-    def fan_out(x0: Tensor, n: int) -> tuple[Tensor, ...]:
-        """The first stream, a change of 0, and the stream of the embedding of n visits."""
-        return x0, torch.zeros_like(x0), *[x0] * n
+    def add(*terms: Tensor) -> Tensor:
+        return sum(terms)
 
     def layers(
         self, config: ForwardConfig, adapter: Adapter, observe: Callable | None
@@ -949,9 +960,7 @@ class GPT(nn.Module):
 
     def head(
         self,
-        x: Tensor,
-        change: Tensor | None,
-        lane: Tensor | None,
+        stream: Stream,
         matrix: Matrix,
         ids: Tensor,
         targets: Tensor | None,
@@ -959,9 +968,9 @@ class GPT(nn.Module):
         refused: Tensor | None,
         hints: Tensor | None,
     ) -> Tensor:
-        """The last stream (B, T, D), and second lane or None -> what `forward` returns."""
-        x = x if change is None else x + change
-        x = rms_norm(x if lane is None else x + lane)
+        """The last stream -> what `forward` returns."""
+        x = stream.sum()
+        x = rms_norm(x if stream.lane is None else x + stream.lane)
         if targets is not None:
             x = x[:, -targets.size(1) :]
         logits = adapt(linear(x, matrix), x, matrix).float()
@@ -981,23 +990,20 @@ class GPT(nn.Module):
 
     def block(
         self,
-        x: Tensor,
-        change: Tensor | None,
-        lane: Tensor | None,
+        stream: Stream,
         x0: Tensor,
         skip: Tensor | None,
         early: list[Tensor],
         layer: Layer,
         scope: Scope,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """One layer: (the stream before it, the stream after it as two summands, the second lane).
+    ) -> tuple[Tensor | None, Stream]:
+        """One layer: (the stream before it if it is `kept`, the stream after it).
 
-        The stream is x plus the change of the last layer: left to the first kernel of the next
-        block, this sum costs no kernel of its own. x0 is the stream of the embedding, `early` for
-        MUDD the one before the last three visits. All are (B, T, D). Compiled once per kind of
-        layer and shape, as nothing here depends on the layer's number or depth."""
-        before = x = x if change is None else x + change
-        value, sources = None, (x0, before, *early)
+        x0 is the stream of the embedding, `early` for MUDD the one before the last three visits,
+        (B, T, D) each. Compiled once per kind of layer and shape, as nothing here depends on the
+        layer's number or depth."""
+        before = x = stream.sum()
+        lane, value, sources = stream.lane, None, (x0, before, *early)
         if layer.mudd:
             residual, value = self.mudd(x, sources, 0)
             x = x + residual
@@ -1022,7 +1028,7 @@ class GPT(nn.Module):
         if layer.mudd:
             x, lane = x + (change if lane is None else lane), None
             (change,) = self.mudd(x, sources, 1)
-        return before, x, change, lane
+        return before, Stream(x, change, lane)
 
     def mudd(self, x: Tensor, sources: tuple[Tensor, ...], end: int) -> list[Tensor]:
         """Sums of the sources (B, T, D) for stream and values of the last visit, or (`end` 1) for its
@@ -1136,18 +1142,20 @@ class GPT(nn.Module):
 
 
 class FanOut(torch.autograd.Function):
-    """`GPT.fan_out` for compiled blocks. The tensors are views and the change has a gradient, as
-    another graph would be compiled for one object in two places, or without a gradient. `add` sums
-    the n + 1 gradients when all are there: autograd adds them in pairs, three times the traffic."""
+    """The first stream, a change of 0, and the stream x0 of the embedding for each of n visits. These
+    are views and the change has a gradient, as another graph would be compiled for one object in
+    two places, or without a gradient. `add` sums the n + 1 gradients when all are there: autograd
+    adds them in pairs, three times the traffic."""
 
     @staticmethod
-    def forward(ctx, add: Callable, x0: Tensor, n: int) -> tuple[Tensor, ...]:
+    def forward(ctx, x0: Tensor, n: int, add: Callable) -> tuple[Tensor, ...]:
         ctx.add = add
-        return tuple(t.view_as(t) for t in GPT.fan_out(x0, n))
+        views = [x0.view_as(x0) for _ in range(n + 1)]
+        return views[0], torch.zeros_like(x0), *views[1:]
 
     @staticmethod
     def backward(ctx, stream: Tensor, _change: Tensor, *grads: Tensor) -> tuple:
-        return None, ctx.add(stream, *grads), None
+        return ctx.add(*grads[::-1], stream), None, None
 
 
 def compile_blocks(model: GPT, compiled: bool) -> GPT:
@@ -1156,12 +1164,8 @@ def compile_blocks(model: GPT, compiled: bool) -> GPT:
     if not compiled:
         return model
     by_block = copy.copy(model)
-    for part in ("matrices", "low_rank_pairs", "embed", "block", "head"):
+    for part in ("matrices", "low_rank_pairs", "embed", "add", "block", "head"):
         setattr(by_block, part, compile_whole(getattr(model, part), compiled))
-    add = compile_whole(lambda *grads: sum(grads), compiled)
-    by_block.fan_out = lambda x0, n: FanOut.apply(
-        add, x0.requires_grad_(torch.is_grad_enabled()), n
-    )
     return by_block
 
 
