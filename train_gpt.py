@@ -64,7 +64,6 @@ from configparser import ConfigParser
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -646,14 +645,6 @@ class ForwardConfig(NamedTuple):
     doc_len: int = 0  # cut documents every n tokens; 0: never
 
 
-class Scope(NamedTuple):
-    """What attention sees."""
-
-    band: int = 0  # as in ForwardConfig
-    document: Tensor | None = None  # of each position, (B, T); or what `prepare` of a kernel makes
-    longest: int = 0  # no document is longer, unless it is 0
-
-
 class Matrix(NamedTuple):
     """A matrix with which a forward multiplies."""
 
@@ -677,6 +668,8 @@ class Layer(NamedTuple):
     down: Matrix
     resid_mix: Tensor  # (2, D): of the stream and the embedding
     q_gain: Tensor  # (H,)
+    band: int  # as in ForwardConfig
+    longest: int  # no document is longer, unless it is 0
     xsa: bool
     kept: bool  # returns the stream before it, as a later visit may read it
     mudd: bool  # see `GPT.mudd`
@@ -889,19 +882,12 @@ class GPT(nn.Module):
         `hints` (B, n) tilt the losses (`token_losses`). An `adapter` adds low-rank products.
         `observe(kind, layer, input)` runs before each product, in eager mode only."""
         config = config or ForwardConfig(self.hp.layer_order())
-        visits, projection, head = self.layers(config, adapter or {}, observe)
-        document = None
+        visits, projection, head = self.layers(config, ids.size(1), adapter or {}, observe)
+        document = None  # of each position, (B, T); or what `prepare` of a kernel makes
         if self.hp.doc_attention:
             document = number_documents(ids, config.doc_len)
             if hasattr(self.attend, "prepare"):
                 document = self.attend.prepare(document)
-        longest, time = 0 if document is None else config.doc_len, ids.size(1)
-        most = min(config.band or time, time)
-        # A window of the whole sequence is 0, as none: both have one graph.
-        scopes = [
-            Scope(self.hp.reach(layer, most) % time, document, longest)
-            for layer in config.layer_order
-        ]
         x0 = self.embed(ids, projection)  # (B, T, D)
         x0.requires_grad_(torch.is_grad_enabled())  # also where no parameter is trained
         x, change, *x0s = FanOut.apply(x0, len(visits), self.add)
@@ -911,7 +897,7 @@ class GPT(nn.Module):
             # takes its own, which `block` has.
             skip = inputs[2 * half - depth] if half < depth < 2 * half else None
             early = inputs[-2:-1] if layer.mudd else []
-            before, stream = self.block(stream, x0s[depth], skip, early, layer, scopes[depth])
+            before, stream = self.block(stream, x0s[depth], skip, early, layer, document)
             inputs.append(before)
         return self.head(stream, head, ids, targets, reduction, refused, hints)
 
@@ -920,9 +906,9 @@ class GPT(nn.Module):
         return sum(terms)
 
     def layers(
-        self, config: ForwardConfig, adapter: Adapter, observe: Callable | None
+        self, config: ForwardConfig, time: int, adapter: Adapter, observe: Callable | None
     ) -> tuple[list[Layer], Matrix | None, Matrix]:
-        """(the visits in their order; the bigram's projection or None; the head)."""
+        """(the visits in their order, of `time` tokens; the bigram's projection or None; the head)."""
         hp, order = self.hp, config.layer_order
         weights = {name: t.unbind(0) for name, t in self.matrices(config.qat).items()}
         pairs = self.low_rank_pairs(adapter, order) if adapter else {}
@@ -952,9 +938,16 @@ class GPT(nn.Module):
             for name, of_places in rows.items():
                 place = places.get(name, layer)
                 parts[name] = of_places[place] if place >= 0 else None
-            xsa, left = layer >= hp.num_layers - hp.xsa_last_n, hp.mudd * (len(order) - depth)
-            kept = depth < half or left == 3
-            layers.append(Layer(**parts, xsa=xsa, kept=kept, mudd=left == 1))
+            left = hp.mudd * (len(order) - depth)
+            parts |= {
+                # A window of the whole sequence is 0, as none: both have one graph.
+                "band": hp.reach(layer, min(config.band or time, time)) % time,
+                "longest": config.doc_len * hp.doc_attention,
+                "xsa": layer >= hp.num_layers - hp.xsa_last_n,
+                "kept": depth < half or left == 3,
+                "mudd": left == 1,
+            }
+            layers.append(Layer(**parts))
         head, _, projection = map(matrix, TABLES)
         return layers, projection, head
 
@@ -995,7 +988,7 @@ class GPT(nn.Module):
         skip: Tensor | None,
         early: list[Tensor],
         layer: Layer,
-        scope: Scope,
+        document: Tensor | None,
     ) -> tuple[Tensor | None, Stream]:
         """One layer: (the stream before it if it is `kept`, the stream after it).
 
@@ -1012,7 +1005,7 @@ class GPT(nn.Module):
         if layer.skip_scale is not None:
             x = self.add_skip(x, before if skip is None else skip, layer)
         mixed = layer.resid_mix[0] * x + layer.resid_mix[1] * x0
-        attended = self.attention(rms_norm(mixed), layer, scope, value)
+        attended = self.attention(rms_norm(mixed), layer, document, value)
         # Autograd would fill the gradient of an output that nobody reads with zeros.
         before = before if layer.kept else None
         if lane is None:
@@ -1038,7 +1031,9 @@ class GPT(nn.Module):
         weights = F.linear(F.pad(hidden, (0, 1), value=1.0) / MUDD_WIDTH, w_out)
         return [sum(map(operator.mul, w.split(1, -1), sources)) for w in weights.split(3, -1)]
 
-    def attention(self, x: Tensor, layer: Layer, scope: Scope, value: Tensor | None) -> Tensor:
+    def attention(
+        self, x: Tensor, layer: Layer, document: Tensor | None, value: Tensor | None
+    ) -> Tensor:
         """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE. Its values
         also read `value` (B, T, D)."""
         hp = self.hp
@@ -1053,7 +1048,7 @@ class GPT(nn.Module):
         cos, sin = self.cos[: x.size(1)], self.sin[: x.size(1)]
         q = NormRotate.apply(q, layer.q_gain[:, None], cos, sin)
         k = NormRotate.apply(k, cos.new_ones(1, 1), cos, sin)
-        y = self.attend(q, k, v, *scope)
+        y = self.attend(q, k, v, layer.band, document, layer.longest)
         if layer.xsa:
             y = xsa(y, v)
         if hp.attn_gate:  # (#1667); initially 1/2
@@ -1303,15 +1298,13 @@ class ParallelMuon:
     def add_adam(self):
         """AdamW with its state, as a checkpoint may restore it before the first step. A new
         parameter gets SCALAR_LR and SCALAR_WD unless it is named here or in TABLES."""
-        hp = self.hp
-        groups = {}
+        hp, groups = self.hp, []
         for name, parameter in self.small.items():
             rate = hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr
             decay = hp.adam_wd if name in [kind.name for kind in TABLES] else hp.scalar_wd
-            group = {"params": [], "peak_lr": rate, "weight_decay": decay}
-            groups.setdefault((rate, decay), group)["params"].append(parameter)
+            groups.append({"params": [parameter], "peak_lr": rate, "weight_decay": decay})
         self.adam = torch.optim.AdamW(
-            groups.values(), betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, fused=True
+            groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, fused=True
         )
         for parameter in self.small.values():
             self.adam.state[parameter] = {
@@ -1495,10 +1488,10 @@ def phases(hp: Hyperparameters) -> dict[StepSettings, int]:
 class Clock:
     """Training time: a timer that pauses for validation. All ranks decide by rank 0's time."""
 
-    def __init__(self, cap: float, in_flight: int):
+    def __init__(self, cap: float, ahead: int):
         self.cap = cap or inf
         self.reserve = 0.0  # seconds of it for calibration
-        self.in_flight = in_flight  # steps that the host may queue ahead of the device
+        self.ahead = ahead  # steps that the host may queue ahead of the device
         self.step = -1  # the last one whose time is known
         self.seconds = 0.0  # that time
         self.recent = [0.0]  # seconds of the last 20 steps
@@ -1533,7 +1526,7 @@ class Clock:
         those in flight. A step takes as long as the second slowest of the last 20, so a single
         stall does not end the run early."""
         pace = sorted(self.recent)[-1 - len(self.recent) // 20]
-        finished = self.step - self.in_flight - 1
+        finished = self.step - self.ahead - 1
         return self.cap * (1 - MARGIN) - self.reserve - self.seconds - (step - finished) * pace
 
 
@@ -1592,7 +1585,7 @@ class Run:
         self.eval_forward = self.forward if self.on_gpu or hp.compile == "1" else self.model
         self.make_scorer = partial(Evaluator, self.eval_forward, val, hp, runtime)
         self.checkpoints = Checkpoints(hp, self.comm, log)
-        self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if self.on_gpu else 0)
+        self.clock = Clock(hp.max_wallclock_seconds, ahead=2 if self.on_gpu else 0)
         # Queued steps whose report is unread: (step, settings, report (3,) in pinned host memory,
         # the event after which it is there).
         self.in_flight = []
@@ -1621,7 +1614,7 @@ class Run:
             self.in_flight.append((step, settings, report, copied))
             step += 1
             # Queue ahead once the time of a step is known, but not before a validation.
-            self.read_reports(clock.in_flight if step > first + 2 and step not in due else 0)
+            self.read_reports(clock.ahead if step > first + 2 and step not in due else 0)
             if self.checkpoints.due(step, clock.expected_start(step)):
                 self.save(step)
         self.validate(step, looping=True)
@@ -1848,8 +1841,8 @@ class Run:
         before = [tensor.clone() for tensor in state]
         *_, last = phases(hp)  # with all parts
         rows = self.loader.batch(0).chunk(self.accumulation)[0]
-        models, config = (self.forward, self.model), self.config(last)
-        check = partial(check_kernels, *models, rows, config, self.comm, self.log)
+        config, comm, log = self.config(last), self.comm, self.log
+        check = partial(check_kernels, self.forward, self.model, rows, config, comm, log)
         graphs = {"check:gradients": check}
         for kind in phases(hp):
             name = f"qat:{kind.qat:d} seq_len:{kind.seq_len} looping:{kind.looping:d}"
@@ -2025,11 +2018,12 @@ class Evaluator:
         place = position.clamp(max=self.val.targets - 1)
         ids = self.val.tokens[place].long() * (position < stop)
         targets = self.val.tokens[place[:, -n:] + 1].long()
-        given = {"adapter": adapter, "refused": self.val.refused}
-        if self.val.hints is not None:
-            # hints[i] is for the target of input i
-            given["hints"] = self.val.hints[place[:, -n:]].long()
-        nats = self.forward(ids, targets, "none", self.config, **given)
+        refused, hints = self.val.refused, self.val.hints
+        if hints is not None:
+            hints = hints[place[:, -n:]].long()  # hints[i] is for the target of input i
+        nats = self.forward(
+            ids, targets, "none", self.config, adapter, refused=refused, hints=hints
+        )
         index = target.masked_fill(~counts, self.val.targets)
         self.nats.scatter_(0, index.flatten(), nats.detach().flatten().float())
         self.count += counts.sum()
@@ -3058,19 +3052,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
         f"kept as {path}; {max_bytes} are available; make the model smaller",
     )
     if expected := open_artifact(blob)[0]["expected_loss"]:  # which also checks the header
-        bits, nats = 8 * len(blob) / count, sum(expected.values())
-        log(
-            f"export: {bits:.2f} bits per weight, expected loss of rounding {nats:.4f} nats",
-            "rounding",
-            bits_per_weight=bits,
-            expected_loss=expected,
-        )
-        bpb = nats / math.log(2) * run.val.targets / run.val.total_bytes
-        if len(blob) > 0.99 * max_bytes and not 0.004 <= bpb <= 0.010:
-            log(
-                f"note: that is {bpb:.4f} bits per byte: {'more' if bpb < 0.004 else 'fewer'} weights "
-                "would probably pay (below 0.004 more, above 0.010 fewer; estimated from small models)"
-            )
+        log_rounding(run, 8 * len(blob) / count, expected, len(blob) > 0.99 * max_bytes)
     total = len(blob) + CODE_BYTES
     digest = hashlib.sha256(blob).hexdigest()
     log(  # "int6": the challenge's word
@@ -3084,6 +3066,23 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
     )
     log.kept = f"EVAL_ONLY={shlex.quote(str(path))} scores the artifact"
     return blob, total
+
+
+def log_rounding(run: Run, bits: float, expected: dict[str, float], full: bool):
+    """Log what rounding is expected to cost, and advice if bytes limit the model."""
+    nats = sum(expected.values())
+    run.log(
+        f"export: {bits:.2f} bits per weight, expected loss of rounding {nats:.4f} nats",
+        "rounding",
+        bits_per_weight=bits,
+        expected_loss=expected,
+    )
+    bpb = nats / math.log(2) * run.val.targets / run.val.total_bytes
+    if full and not 0.004 <= bpb <= 0.010:
+        run.log(
+            f"note: that is {bpb:.4f} bits per byte: {'more' if bpb < 0.004 else 'fewer'} weights "
+            "would probably pay (below 0.004 more, above 0.010 fewer; estimated from small models)"
+        )
 
 
 def keep_artifact(blob: bytes, log: Log) -> Path:
@@ -3786,9 +3785,9 @@ class Log(AbstractContextManager):
             return
         with writing(f"{self.path}.txt"):
             folder.mkdir(parents=True, exist_ok=True)
-            for suffix in (".txt", ".jsonl"):
-                path = Path(f"{self.path}{suffix}")
-                self.files.append(path.open("a", 1, "utf-8", "backslashreplace"))
+            for suffix in ("txt", "jsonl"):
+                file = Path(f"{self.path}.{suffix}")
+                self.files.append(file.open("a", 1, "utf-8", "backslashreplace"))
         busy = f"RUN_ID={self.name}: another run is writing {self.path}.txt"
         # A file system may have no locks. They are released when this process ends.
         with suppress(OSError), as_user_error(busy, "wait or set another", BlockingIOError):
@@ -3862,17 +3861,17 @@ class Log(AbstractContextManager):
             self(f"{SOURCE.decode()}\n{'=' * 100}", console=False)
         self.begun = True
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        settings = self.hp.describe()
-        machine = {"versions": package_versions(), "runtime": runtime.describe()}
+        settings, versions, machine = self.hp.describe(), package_versions(), runtime.describe()
         self(
             f"started: {started}\nhyperparameters (* differs from the default)\n{settings}",
             console=False,
         )
         changed = " ".join(re.findall(r"(?m)^\* (.*)", settings)) or "nothing"
         self(
-            "\n".join((*machine.values(), f"changed from the defaults: {changed}")),
+            f"{versions}\n{machine}\nchanged from the defaults: {changed}",
             "start",
-            **machine,
+            versions=versions,
+            runtime=machine,
             run_id=self.name,
             started=started,
             hyperparameters=vars(self.hp),
@@ -4184,12 +4183,8 @@ class Runtime:
         return (
             f"runtime: ranks:{comm.size} mesh:{comm.replicate.size}x{comm.shard.size} "
             f"device:{self.device_name()} compute_dtype:{dtype} attention:{self.attention} "
-            f"mlp:{self.mlp} compile:{self.compiled:d}"
+            f"mlp:{'fused' if self.fused_mlp else 'plain'} compile:{self.compiled:d}"
         )
-
-    @property
-    def mlp(self) -> str:
-        return "fused" if self.fused_mlp else "plain"
 
 
 def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
@@ -4334,9 +4329,8 @@ def choose_kernels(hp: Hyperparameters, runtime: Runtime) -> Runtime:
 def why_not(name: str, hp: Hyperparameters, runtime: Runtime) -> str:
     """Why a kernel of attention does not run here, or "" if it does."""
     train, window = hp.train_seq_len, hp.eval_seq_len
-    lengths = {train, train // hp.short_seq_parts, window, min(window, hp.ttt_chunk_tokens)}
-    lengths.add(hp.attn_window)
-    unfit = [n for n in lengths if n % TILE]
+    short = train // hp.short_seq_parts, min(window, hp.ttt_chunk_tokens)
+    unfit = [n for n in {train, window, *short, hp.attn_window} if n % TILE]
     if name == "cudnn" and unfit:
         return f"sequences or windows of {unfit} tokens are no multiple of {TILE}"
     like = {"dtype": runtime.dtype, "device": runtime.device}
@@ -4563,8 +4557,6 @@ def load_fa3() -> Callable:
     try:
         import flash_attn_interface as fa3
     except ImportError:
-        if not find_spec("kernels"):
-            raise
         from kernels import get_kernel
 
         fa3 = get_kernel("kernels-community/flash-attn3", version=1)
