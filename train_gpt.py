@@ -301,11 +301,11 @@ class Hyperparameters:
 
     def stored(self) -> dict[str, str]:
         """The variables that the artifact stores, see `knob`."""
-        values = {name: getattr(self, name) for name in knobs_with("model", "score")}
         return {
             name.upper(): str(value)
-            for name, value in values.items()
-            if name in knobs_with("model") or value != getattr(Hyperparameters, name)
+            for name, value in vars(self).items()
+            if name in knobs_with("model")
+            or (name in knobs_with("score") and value != getattr(Hyperparameters, name))
         }
 
     def layer_order(self, looping: bool = True) -> tuple[int, ...]:
@@ -612,6 +612,9 @@ REFUSED_NATS = math.log(1e6)  # subtracted from the logits of refused tokens: lo
 TILT_CONTEXT, TILT_SHARE, TILT_NATS = 15, 0.8, 2.625
 NORM_EPS = torch.finfo(torch.float32).eps  # of the norms; torch's default for fp32
 Tensors = dict[str, Tensor]  # by name: weights, state, sums
+# The stream as x and the last layer's change, or None, and the second lane, or None, (B, T, D) each:
+# left to the first kernel of the next block, their sum costs no kernel of its own.
+Stream = tuple[Tensor, Tensor | None, Tensor | None]
 Graphs = dict[str, Callable]  # by name, what compiles a graph
 # Low-rank changes of the outputs in LORA_TARGETS: NAME.a (B, depth, rank, in) and NAME.b
 # (B, depth, out, rank), by the position of a layer in the order; the head has depth 1.
@@ -678,18 +681,6 @@ class Layer(NamedTuple):
     lane_mix: Tensor | None = None  # (2, 3); None: one lane
     skip_scale: Tensor | None = None  # (D,); None: no U-Net skip ends here
     skip_gate: Tensor | None = None  # (D,)
-
-
-class Stream(NamedTuple):
-    """What a layer passes on, (B, T, D) each. The stream is x + change: left to the first kernel of
-    the next block, this sum costs no kernel of its own."""
-
-    x: Tensor
-    change: Tensor | None  # of the last layer; None: of two lanes
-    lane: Tensor | None = None  # the second lane
-
-    def sum(self) -> Tensor:
-        return self.x if self.change is None else self.x + self.change
 
 
 def linear(x: Tensor, *matrices: Matrix) -> Tensor:
@@ -891,7 +882,7 @@ class GPT(nn.Module):
         x0 = self.embed(ids, projection)  # (B, T, D)
         x0.requires_grad_(torch.is_grad_enabled())  # also where no parameter is trained
         x, change, *x0s = FanOut.apply(x0, len(visits), self.add)
-        stream, inputs, half = Stream(x, change), [], len(visits) // 2
+        stream, inputs, half = (x, change, None), [], len(visits) // 2
         for depth, layer in enumerate(visits):
             # The skip of a layer is the input of the one as far before the middle; the middle one
             # takes its own, which `block` has.
@@ -962,8 +953,9 @@ class GPT(nn.Module):
         hints: Tensor | None,
     ) -> Tensor:
         """The last stream -> what `forward` returns."""
-        x = stream.sum()
-        x = rms_norm(x if stream.lane is None else x + stream.lane)
+        x, change, lane = stream
+        x = x if change is None else x + change
+        x = rms_norm(x if lane is None else x + lane)
         if targets is not None:
             x = x[:, -targets.size(1) :]
         logits = adapt(linear(x, matrix), x, matrix).float()
@@ -995,8 +987,9 @@ class GPT(nn.Module):
         x0 is the stream of the embedding, `early` for MUDD the one before the last three visits,
         (B, T, D) each. Compiled once per kind of layer and shape, as nothing here depends on the
         layer's number or depth."""
-        before = x = stream.sum()
-        lane, value, sources = stream.lane, None, (x0, before, *early)
+        x, change, lane = stream
+        before = x = x if change is None else x + change
+        value, sources = None, (x0, before, *early)
         if layer.mudd:
             residual, value = self.mudd(x, sources, 0)
             x = x + residual
@@ -1021,7 +1014,7 @@ class GPT(nn.Module):
         if layer.mudd:
             x, lane = x + (change if lane is None else lane), None
             (change,) = self.mudd(x, sources, 1)
-        return before, Stream(x, change, lane)
+        return before, (x, change, lane)
 
     def mudd(self, x: Tensor, sources: tuple[Tensor, ...], end: int) -> list[Tensor]:
         """Sums of the sources (B, T, D) for stream and values of the last visit, or (`end` 1) for its
@@ -1298,13 +1291,15 @@ class ParallelMuon:
     def add_adam(self):
         """AdamW with its state, as a checkpoint may restore it before the first step. A new
         parameter gets SCALAR_LR and SCALAR_WD unless it is named here or in TABLES."""
-        hp, groups = self.hp, []
+        hp = self.hp
+        groups = {}
         for name, parameter in self.small.items():
             rate = hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr
             decay = hp.adam_wd if name in [kind.name for kind in TABLES] else hp.scalar_wd
-            groups.append({"params": [parameter], "peak_lr": rate, "weight_decay": decay})
+            group = {"params": [], "peak_lr": rate, "weight_decay": decay}
+            groups.setdefault((rate, decay), group)["params"].append(parameter)
         self.adam = torch.optim.AdamW(
-            groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, fused=True
+            groups.values(), betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, fused=True
         )
         for parameter in self.small.values():
             self.adam.state[parameter] = {
@@ -2032,31 +2027,24 @@ class Evaluator:
         return nats, counts
 
     def log_progress(self):
-        """The score so far on this rank, which synchronises with the device."""
+        """The part of this rank's targets that is scored, which synchronises with the device."""
         self.reported = perf_counter()
-        total, _, nbytes, visited = self.sums().tolist()
-        bpb = total / math.log(2) / max(nbytes, 1)
-        done = max(1e-9, min(1.0, visited * self.runtime.comm.size / self.val.targets))
+        visited = self.count.item() * self.runtime.comm.size
+        done = max(1e-9, min(1.0, visited / self.val.targets))
         eta = (self.reported - self.started) * (1 / done - 1)
         self.log(
-            f"evaluating stride:{self.stride} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s",
-            done=done,
+            f"evaluating stride:{self.stride} done:{100 * done:.1f}% eta:{eta:.0f}s", done=done
         )
-
-    def sums(self) -> Tensor:
-        """(nats, targets with a finite loss, their bytes, targets visited) of this rank, (4,)."""
-        nats = self.nats[:-1]
-        finite = nats.isfinite()
-        nbytes = (self.val.nbytes * finite).sum()  # int64
-        total = nats.where(finite, 0).sum(dtype=torch.float64)
-        return torch.stack([v.double() for v in (total, finite.sum(), nbytes, self.count)])
 
     def result(self) -> Score:
         """The score over all ranks. Raises UserError if a loss is not finite, RuntimeError if a
         target was not scored or scored twice."""
-        totals = self.sums()
-        self.runtime.comm.all_reduce(totals)()
-        total, finite, _, visited = totals.tolist()
+        nats = self.nats[:-1]
+        finite = nats.isfinite()
+        total = nats.where(finite, 0).sum(dtype=torch.float64)
+        sums = torch.stack((total, finite.sum().double(), self.count.double()))
+        self.runtime.comm.all_reduce(sums)()
+        total, finite, visited = sums.tolist()
         targets, nbytes = self.val.targets, self.val.total_bytes
         require(
             finite == targets or visited != targets,
