@@ -64,7 +64,6 @@ from configparser import ConfigParser
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -302,11 +301,11 @@ class Hyperparameters:
 
     def stored(self) -> dict[str, str]:
         """The variables that the artifact stores, see `knob`."""
-        values = {name: getattr(self, name) for name in knobs_with("model", "score")}
         return {
             name.upper(): str(value)
-            for name, value in values.items()
-            if name in knobs_with("model") or value != getattr(Hyperparameters, name)
+            for name, value in vars(self).items()
+            if name in knobs_with("model")
+            or (name in knobs_with("score") and value != getattr(Hyperparameters, name))
         }
 
     def layer_order(self, looping: bool = True) -> tuple[int, ...]:
@@ -613,6 +612,9 @@ REFUSED_NATS = math.log(1e6)  # subtracted from the logits of refused tokens: lo
 TILT_CONTEXT, TILT_SHARE, TILT_NATS = 15, 0.8, 2.625
 NORM_EPS = torch.finfo(torch.float32).eps  # of the norms; torch's default for fp32
 Tensors = dict[str, Tensor]  # by name: weights, state, sums
+# The stream as x and the last layer's change, or None, and the second lane, or None, (B, T, D) each:
+# left to the first kernel of the next block, their sum costs no kernel of its own.
+Stream = tuple[Tensor, Tensor | None, Tensor | None]
 Graphs = dict[str, Callable]  # by name, what compiles a graph
 # Low-rank changes of the outputs in LORA_TARGETS: NAME.a (B, depth, rank, in) and NAME.b
 # (B, depth, out, rank), by the position of a layer in the order; the head has depth 1.
@@ -646,14 +648,6 @@ class ForwardConfig(NamedTuple):
     doc_len: int = 0  # cut documents every n tokens; 0: never
 
 
-class Scope(NamedTuple):
-    """What attention sees."""
-
-    band: int = 0  # as in ForwardConfig
-    document: Tensor | None = None  # of each position, (B, T); or what `prepare` of a kernel makes
-    longest: int = 0  # no document is longer, unless it is 0
-
-
 class Matrix(NamedTuple):
     """A matrix with which a forward multiplies."""
 
@@ -677,6 +671,8 @@ class Layer(NamedTuple):
     down: Matrix
     resid_mix: Tensor  # (2, D): of the stream and the embedding
     q_gain: Tensor  # (H,)
+    band: int  # as in ForwardConfig
+    longest: int  # no document is longer, unless it is 0
     xsa: bool
     kept: bool  # returns the stream before it, as a later visit may read it
     mudd: bool  # see `GPT.mudd`
@@ -877,41 +873,33 @@ class GPT(nn.Module):
         `hints` (B, n) tilt the losses (`token_losses`). An `adapter` adds low-rank products.
         `observe(kind, layer, input)` runs before each product, in eager mode only."""
         config = config or ForwardConfig(self.hp.layer_order())
-        visits, projection, head = self.layers(config, adapter or {}, observe)
-        document = None
+        visits, projection, head = self.layers(config, ids.size(1), adapter or {}, observe)
+        document = None  # of each position, (B, T); or what `prepare` of a kernel makes
         if self.hp.doc_attention:
             document = number_documents(ids, config.doc_len)
             if hasattr(self.attend, "prepare"):
                 document = self.attend.prepare(document)
-        longest, time = 0 if document is None else config.doc_len, ids.size(1)
-        most = min(config.band or time, time)
-        # A window of the whole sequence is 0, as none: both have one graph.
-        scopes = [
-            Scope(self.hp.reach(layer, most) % time, document, longest)
-            for layer in config.layer_order
-        ]
         x0 = self.embed(ids, projection)  # (B, T, D)
-        x, change, *x0s = self.fan_out(x0, len(visits))
-        lane, inputs, half = None, [], len(visits) // 2
+        x0.requires_grad_(torch.is_grad_enabled())  # also where no parameter is trained
+        x, change, *x0s = FanOut.apply(x0, len(visits), self.add)
+        stream, inputs, half = (x, change, None), [], len(visits) // 2
         for depth, layer in enumerate(visits):
             # The skip of a layer is the input of the one as far before the middle; the middle one
             # takes its own, which `block` has.
             skip = inputs[2 * half - depth] if half < depth < 2 * half else None
             early = inputs[-2:-1] if layer.mudd else []
-            given = x0s[depth], skip, early, layer, scopes[depth]
-            before, x, change, lane = self.block(x, change, lane, *given)
+            before, stream = self.block(stream, x0s[depth], skip, early, layer, document)
             inputs.append(before)
-        return self.head(x, change, lane, head, ids, targets, reduction, refused, hints)
+        return self.head(stream, head, ids, targets, reduction, refused, hints)
 
     @staticmethod
-    def fan_out(x0: Tensor, n: int) -> tuple[Tensor, ...]:
-        """The first stream, a change of 0, and the stream of the embedding of n visits."""
-        return x0, torch.zeros_like(x0), *[x0] * n
+    def add(*terms: Tensor) -> Tensor:
+        return sum(terms)
 
     def layers(
-        self, config: ForwardConfig, adapter: Adapter, observe: Callable | None
+        self, config: ForwardConfig, time: int, adapter: Adapter, observe: Callable | None
     ) -> tuple[list[Layer], Matrix | None, Matrix]:
-        """(the visits in their order; the bigram's projection or None; the head)."""
+        """(the visits in their order, of `time` tokens; the bigram's projection or None; the head)."""
         hp, order = self.hp, config.layer_order
         weights = {name: t.unbind(0) for name, t in self.matrices(config.qat).items()}
         pairs = self.low_rank_pairs(adapter, order) if adapter else {}
@@ -941,17 +929,22 @@ class GPT(nn.Module):
             for name, of_places in rows.items():
                 place = places.get(name, layer)
                 parts[name] = of_places[place] if place >= 0 else None
-            xsa, left = layer >= hp.num_layers - hp.xsa_last_n, hp.mudd * (len(order) - depth)
-            kept = depth < half or left == 3
-            layers.append(Layer(**parts, xsa=xsa, kept=kept, mudd=left == 1))
+            left = hp.mudd * (len(order) - depth)
+            parts |= {
+                # A window of the whole sequence is 0, as none: both have one graph.
+                "band": hp.reach(layer, min(config.band or time, time)) % time,
+                "longest": config.doc_len * hp.doc_attention,
+                "xsa": layer >= hp.num_layers - hp.xsa_last_n,
+                "kept": depth < half or left == 3,
+                "mudd": left == 1,
+            }
+            layers.append(Layer(**parts))
         head, _, projection = map(matrix, TABLES)
         return layers, projection, head
 
     def head(
         self,
-        x: Tensor,
-        change: Tensor | None,
-        lane: Tensor | None,
+        stream: Stream,
         matrix: Matrix,
         ids: Tensor,
         targets: Tensor | None,
@@ -959,7 +952,8 @@ class GPT(nn.Module):
         refused: Tensor | None,
         hints: Tensor | None,
     ) -> Tensor:
-        """The last stream (B, T, D), and second lane or None -> what `forward` returns."""
+        """The last stream -> what `forward` returns."""
+        x, change, lane = stream
         x = x if change is None else x + change
         x = rms_norm(x if lane is None else x + lane)
         if targets is not None:
@@ -981,21 +975,19 @@ class GPT(nn.Module):
 
     def block(
         self,
-        x: Tensor,
-        change: Tensor | None,
-        lane: Tensor | None,
+        stream: Stream,
         x0: Tensor,
         skip: Tensor | None,
         early: list[Tensor],
         layer: Layer,
-        scope: Scope,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """One layer: (the stream before it, the stream after it as two summands, the second lane).
+        document: Tensor | None,
+    ) -> tuple[Tensor | None, Stream]:
+        """One layer: (the stream before it if it is `kept`, the stream after it).
 
-        The stream is x plus the change of the last layer: left to the first kernel of the next
-        block, this sum costs no kernel of its own. x0 is the stream of the embedding, `early` for
-        MUDD the one before the last three visits. All are (B, T, D). Compiled once per kind of
-        layer and shape, as nothing here depends on the layer's number or depth."""
+        x0 is the stream of the embedding, `early` for MUDD the one before the last three visits,
+        (B, T, D) each. Compiled once per kind of layer and shape, as nothing here depends on the
+        layer's number or depth."""
+        x, change, lane = stream
         before = x = x if change is None else x + change
         value, sources = None, (x0, before, *early)
         if layer.mudd:
@@ -1006,7 +998,7 @@ class GPT(nn.Module):
         if layer.skip_scale is not None:
             x = self.add_skip(x, before if skip is None else skip, layer)
         mixed = layer.resid_mix[0] * x + layer.resid_mix[1] * x0
-        attended = self.attention(rms_norm(mixed), layer, scope, value)
+        attended = self.attention(rms_norm(mixed), layer, document, value)
         # Autograd would fill the gradient of an output that nobody reads with zeros.
         before = before if layer.kept else None
         if lane is None:
@@ -1022,7 +1014,7 @@ class GPT(nn.Module):
         if layer.mudd:
             x, lane = x + (change if lane is None else lane), None
             (change,) = self.mudd(x, sources, 1)
-        return before, x, change, lane
+        return before, (x, change, lane)
 
     def mudd(self, x: Tensor, sources: tuple[Tensor, ...], end: int) -> list[Tensor]:
         """Sums of the sources (B, T, D) for stream and values of the last visit, or (`end` 1) for its
@@ -1032,7 +1024,9 @@ class GPT(nn.Module):
         weights = F.linear(F.pad(hidden, (0, 1), value=1.0) / MUDD_WIDTH, w_out)
         return [sum(map(operator.mul, w.split(1, -1), sources)) for w in weights.split(3, -1)]
 
-    def attention(self, x: Tensor, layer: Layer, scope: Scope, value: Tensor | None) -> Tensor:
+    def attention(
+        self, x: Tensor, layer: Layer, document: Tensor | None, value: Tensor | None
+    ) -> Tensor:
         """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE. Its values
         also read `value` (B, T, D)."""
         hp = self.hp
@@ -1047,7 +1041,7 @@ class GPT(nn.Module):
         cos, sin = self.cos[: x.size(1)], self.sin[: x.size(1)]
         q = NormRotate.apply(q, layer.q_gain[:, None], cos, sin)
         k = NormRotate.apply(k, cos.new_ones(1, 1), cos, sin)
-        y = self.attend(q, k, v, *scope)
+        y = self.attend(q, k, v, layer.band, document, layer.longest)
         if layer.xsa:
             y = xsa(y, v)
         if hp.attn_gate:  # (#1667); initially 1/2
@@ -1136,18 +1130,20 @@ class GPT(nn.Module):
 
 
 class FanOut(torch.autograd.Function):
-    """`GPT.fan_out` for compiled blocks. The tensors are views and the change has a gradient, as
-    another graph would be compiled for one object in two places, or without a gradient. `add` sums
-    the n + 1 gradients when all are there: autograd adds them in pairs, three times the traffic."""
+    """The first stream, a change of 0, and the stream x0 of the embedding for each of n visits. These
+    are views and the change has a gradient, as another graph would be compiled for one object in
+    two places, or without a gradient. `add` sums the n + 1 gradients when all are there: autograd
+    adds them in pairs, three times the traffic."""
 
     @staticmethod
-    def forward(ctx, add: Callable, x0: Tensor, n: int) -> tuple[Tensor, ...]:
+    def forward(ctx, x0: Tensor, n: int, add: Callable) -> tuple[Tensor, ...]:
         ctx.add = add
-        return tuple(t.view_as(t) for t in GPT.fan_out(x0, n))
+        views = [x0.view_as(x0) for _ in range(n + 1)]
+        return views[0], torch.zeros_like(x0), *views[1:]
 
     @staticmethod
     def backward(ctx, stream: Tensor, _change: Tensor, *grads: Tensor) -> tuple:
-        return None, ctx.add(stream, *grads), None
+        return ctx.add(*grads[::-1], stream), None, None
 
 
 def compile_blocks(model: GPT, compiled: bool) -> GPT:
@@ -1156,12 +1152,8 @@ def compile_blocks(model: GPT, compiled: bool) -> GPT:
     if not compiled:
         return model
     by_block = copy.copy(model)
-    for part in ("matrices", "low_rank_pairs", "embed", "block", "head"):
+    for part in ("matrices", "low_rank_pairs", "embed", "add", "block", "head"):
         setattr(by_block, part, compile_whole(getattr(model, part), compiled))
-    add = compile_whole(lambda *grads: sum(grads), compiled)
-    by_block.fan_out = lambda x0, n: FanOut.apply(
-        add, x0.requires_grad_(torch.is_grad_enabled()), n
-    )
     return by_block
 
 
@@ -1491,10 +1483,10 @@ def phases(hp: Hyperparameters) -> dict[StepSettings, int]:
 class Clock:
     """Training time: a timer that pauses for validation. All ranks decide by rank 0's time."""
 
-    def __init__(self, cap: float, in_flight: int):
+    def __init__(self, cap: float, ahead: int):
         self.cap = cap or inf
         self.reserve = 0.0  # seconds of it for calibration
-        self.in_flight = in_flight  # steps that the host may queue ahead of the device
+        self.ahead = ahead  # steps that the host may queue ahead of the device
         self.step = -1  # the last one whose time is known
         self.seconds = 0.0  # that time
         self.recent = [0.0]  # seconds of the last 20 steps
@@ -1529,7 +1521,7 @@ class Clock:
         those in flight. A step takes as long as the second slowest of the last 20, so a single
         stall does not end the run early."""
         pace = sorted(self.recent)[-1 - len(self.recent) // 20]
-        finished = self.step - self.in_flight - 1
+        finished = self.step - self.ahead - 1
         return self.cap * (1 - MARGIN) - self.reserve - self.seconds - (step - finished) * pace
 
 
@@ -1588,7 +1580,7 @@ class Run:
         self.eval_forward = self.forward if self.on_gpu or hp.compile == "1" else self.model
         self.make_scorer = partial(Evaluator, self.eval_forward, val, hp, runtime)
         self.checkpoints = Checkpoints(hp, self.comm, log)
-        self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if self.on_gpu else 0)
+        self.clock = Clock(hp.max_wallclock_seconds, ahead=2 if self.on_gpu else 0)
         # Queued steps whose report is unread: (step, settings, report (3,) in pinned host memory,
         # the event after which it is there).
         self.in_flight = []
@@ -1617,7 +1609,7 @@ class Run:
             self.in_flight.append((step, settings, report, copied))
             step += 1
             # Queue ahead once the time of a step is known, but not before a validation.
-            self.read_reports(clock.in_flight if step > first + 2 and step not in due else 0)
+            self.read_reports(clock.ahead if step > first + 2 and step not in due else 0)
             if self.checkpoints.due(step, clock.expected_start(step)):
                 self.save(step)
         self.validate(step, looping=True)
@@ -1844,8 +1836,8 @@ class Run:
         before = [tensor.clone() for tensor in state]
         *_, last = phases(hp)  # with all parts
         rows = self.loader.batch(0).chunk(self.accumulation)[0]
-        models, config = (self.forward, self.model), self.config(last)
-        check = partial(check_kernels, *models, rows, config, self.comm, self.log)
+        config, comm, log = self.config(last), self.comm, self.log
+        check = partial(check_kernels, self.forward, self.model, rows, config, comm, log)
         graphs = {"check:gradients": check}
         for kind in phases(hp):
             name = f"qat:{kind.qat:d} seq_len:{kind.seq_len} looping:{kind.looping:d}"
@@ -2021,11 +2013,12 @@ class Evaluator:
         place = position.clamp(max=self.val.targets - 1)
         ids = self.val.tokens[place].long() * (position < stop)
         targets = self.val.tokens[place[:, -n:] + 1].long()
-        given = {"adapter": adapter, "refused": self.val.refused}
-        if self.val.hints is not None:
-            # hints[i] is for the target of input i
-            given["hints"] = self.val.hints[place[:, -n:]].long()
-        nats = self.forward(ids, targets, "none", self.config, **given)
+        refused, hints = self.val.refused, self.val.hints
+        if hints is not None:
+            hints = hints[place[:, -n:]].long()  # hints[i] is for the target of input i
+        nats = self.forward(
+            ids, targets, "none", self.config, adapter, refused=refused, hints=hints
+        )
         index = target.masked_fill(~counts, self.val.targets)
         self.nats.scatter_(0, index.flatten(), nats.detach().flatten().float())
         self.count += counts.sum()
@@ -2034,31 +2027,24 @@ class Evaluator:
         return nats, counts
 
     def log_progress(self):
-        """The score so far on this rank, which synchronises with the device."""
+        """The part of this rank's targets that is scored, which synchronises with the device."""
         self.reported = perf_counter()
-        total, _, nbytes, visited = self.sums().tolist()
-        bpb = total / math.log(2) / max(nbytes, 1)
-        done = max(1e-9, min(1.0, visited * self.runtime.comm.size / self.val.targets))
+        visited = self.count.item() * self.runtime.comm.size
+        done = max(1e-9, min(1.0, visited / self.val.targets))
         eta = (self.reported - self.started) * (1 / done - 1)
         self.log(
-            f"evaluating stride:{self.stride} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s",
-            done=done,
+            f"evaluating stride:{self.stride} done:{100 * done:.1f}% eta:{eta:.0f}s", done=done
         )
-
-    def sums(self) -> Tensor:
-        """(nats, targets with a finite loss, their bytes, targets visited) of this rank, (4,)."""
-        nats = self.nats[:-1]
-        finite = nats.isfinite()
-        nbytes = (self.val.nbytes * finite).sum()  # int64
-        total = nats.where(finite, 0).sum(dtype=torch.float64)
-        return torch.stack([v.double() for v in (total, finite.sum(), nbytes, self.count)])
 
     def result(self) -> Score:
         """The score over all ranks. Raises UserError if a loss is not finite, RuntimeError if a
         target was not scored or scored twice."""
-        totals = self.sums()
-        self.runtime.comm.all_reduce(totals)()
-        total, finite, _, visited = totals.tolist()
+        nats = self.nats[:-1]
+        finite = nats.isfinite()
+        total = nats.where(finite, 0).sum(dtype=torch.float64)
+        sums = torch.stack((total, finite.sum().double(), self.count.double()))
+        self.runtime.comm.all_reduce(sums)()
+        total, finite, visited = sums.tolist()
         targets, nbytes = self.val.targets, self.val.total_bytes
         require(
             finite == targets or visited != targets,
@@ -3054,19 +3040,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
         f"kept as {path}; {max_bytes} are available; make the model smaller",
     )
     if expected := open_artifact(blob)[0]["expected_loss"]:  # which also checks the header
-        bits, nats = 8 * len(blob) / count, sum(expected.values())
-        log(
-            f"export: {bits:.2f} bits per weight, expected loss of rounding {nats:.4f} nats",
-            "rounding",
-            bits_per_weight=bits,
-            expected_loss=expected,
-        )
-        bpb = nats / math.log(2) * run.val.targets / run.val.total_bytes
-        if len(blob) > 0.99 * max_bytes and not 0.004 <= bpb <= 0.010:
-            log(
-                f"note: that is {bpb:.4f} bits per byte: {'more' if bpb < 0.004 else 'fewer'} weights "
-                "would probably pay (below 0.004 more, above 0.010 fewer; estimated from small models)"
-            )
+        log_rounding(run, 8 * len(blob) / count, expected, len(blob) > 0.99 * max_bytes)
     total = len(blob) + CODE_BYTES
     digest = hashlib.sha256(blob).hexdigest()
     log(  # "int6": the challenge's word
@@ -3080,6 +3054,23 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
     )
     log.kept = f"EVAL_ONLY={shlex.quote(str(path))} scores the artifact"
     return blob, total
+
+
+def log_rounding(run: Run, bits: float, expected: dict[str, float], full: bool):
+    """Log what rounding is expected to cost, and advice if bytes limit the model."""
+    nats = sum(expected.values())
+    run.log(
+        f"export: {bits:.2f} bits per weight, expected loss of rounding {nats:.4f} nats",
+        "rounding",
+        bits_per_weight=bits,
+        expected_loss=expected,
+    )
+    bpb = nats / math.log(2) * run.val.targets / run.val.total_bytes
+    if full and not 0.004 <= bpb <= 0.010:
+        run.log(
+            f"note: that is {bpb:.4f} bits per byte: {'more' if bpb < 0.004 else 'fewer'} weights "
+            "would probably pay (below 0.004 more, above 0.010 fewer; estimated from small models)"
+        )
 
 
 def keep_artifact(blob: bytes, log: Log) -> Path:
@@ -3782,9 +3773,9 @@ class Log(AbstractContextManager):
             return
         with writing(f"{self.path}.txt"):
             folder.mkdir(parents=True, exist_ok=True)
-            for suffix in (".txt", ".jsonl"):
-                path = Path(f"{self.path}{suffix}")
-                self.files.append(path.open("a", 1, "utf-8", "backslashreplace"))
+            for suffix in ("txt", "jsonl"):
+                file = Path(f"{self.path}.{suffix}")
+                self.files.append(file.open("a", 1, "utf-8", "backslashreplace"))
         busy = f"RUN_ID={self.name}: another run is writing {self.path}.txt"
         # A file system may have no locks. They are released when this process ends.
         with suppress(OSError), as_user_error(busy, "wait or set another", BlockingIOError):
@@ -3858,17 +3849,17 @@ class Log(AbstractContextManager):
             self(f"{SOURCE.decode()}\n{'=' * 100}", console=False)
         self.begun = True
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        settings = self.hp.describe()
-        machine = {"versions": package_versions(), "runtime": runtime.describe()}
+        settings, versions, machine = self.hp.describe(), package_versions(), runtime.describe()
         self(
             f"started: {started}\nhyperparameters (* differs from the default)\n{settings}",
             console=False,
         )
         changed = " ".join(re.findall(r"(?m)^\* (.*)", settings)) or "nothing"
         self(
-            "\n".join((*machine.values(), f"changed from the defaults: {changed}")),
+            f"{versions}\n{machine}\nchanged from the defaults: {changed}",
             "start",
-            **machine,
+            versions=versions,
+            runtime=machine,
             run_id=self.name,
             started=started,
             hyperparameters=vars(self.hp),
@@ -4180,12 +4171,8 @@ class Runtime:
         return (
             f"runtime: ranks:{comm.size} mesh:{comm.replicate.size}x{comm.shard.size} "
             f"device:{self.device_name()} compute_dtype:{dtype} attention:{self.attention} "
-            f"mlp:{self.mlp} compile:{self.compiled:d}"
+            f"mlp:{'fused' if self.fused_mlp else 'plain'} compile:{self.compiled:d}"
         )
-
-    @property
-    def mlp(self) -> str:
-        return "fused" if self.fused_mlp else "plain"
 
 
 def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
@@ -4330,9 +4317,8 @@ def choose_kernels(hp: Hyperparameters, runtime: Runtime) -> Runtime:
 def why_not(name: str, hp: Hyperparameters, runtime: Runtime) -> str:
     """Why a kernel of attention does not run here, or "" if it does."""
     train, window = hp.train_seq_len, hp.eval_seq_len
-    lengths = {train, train // hp.short_seq_parts, window, min(window, hp.ttt_chunk_tokens)}
-    lengths.add(hp.attn_window)
-    unfit = [n for n in lengths if n % TILE]
+    short = train // hp.short_seq_parts, min(window, hp.ttt_chunk_tokens)
+    unfit = [n for n in {train, window, *short, hp.attn_window} if n % TILE]
     if name == "cudnn" and unfit:
         return f"sequences or windows of {unfit} tokens are no multiple of {TILE}"
     like = {"dtype": runtime.dtype, "device": runtime.device}
@@ -4559,8 +4545,6 @@ def load_fa3() -> Callable:
     try:
         import flash_attn_interface as fa3
     except ImportError:
-        if not find_spec("kernels"):
-            raise
         from kernels import get_kernel
 
         fa3 = get_kernel("kernels-community/flash-attn3", version=1)

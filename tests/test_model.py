@@ -328,7 +328,7 @@ def test_any_activation_reads_the_normalised_stream(formula, hyperparameters, wi
     model = noise(made(hyperparameters(NUM_LAYERS=2)))
     model.homogeneous = script.is_homogeneous(model.hp)
     assert model.homogeneous is (formula not in CURVED)
-    (_, layer), *_ = model.layers(train_gpt.ForwardConfig(model.hp.layer_order()), {}, None)
+    (_, layer), *_ = model.layers(train_gpt.ForwardConfig(model.hp.layer_order()), 1, {}, None)
     stream = 3 * torch.randn(2, 5, model.hp.model_dim, generator=torch.Generator().manual_seed(1))
     up, down = layer.up.weight.double(), layer.down.weight.double()
     expected = script.activation(norm(stream.double()) @ up.T, model.hp) @ down.T

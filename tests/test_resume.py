@@ -176,7 +176,7 @@ def test_a_signal_in_the_steps_in_flight_stops_the_run(every, steps, at, taken, 
     between two steps (3.5) is not in the last one's report, or that was not read in time."""
     knobs = {"RUN_ID": "r", "CHECKPOINT_EVERY": 100, "VAL_LOSS_EVERY": every, "ITERATIONS": steps}
     training, validated = run_of(val=True, **knobs), []
-    training.clock.in_flight, step = 2, training.train_step
+    training.clock.ahead, step = 2, training.train_step
     training.clock.pause = lambda: validated.append(training.clock.step + 1)
 
     def signalled(number, settings):
@@ -298,7 +298,7 @@ def test_a_run_that_its_cap_has_ended_takes_no_other_step(in_flight, run_of, tmp
         capped |= {"RUN_ID": "r", "CHECKPOINT_EVERY": 10000, "RESUME": "auto"}
         training = run_of(val=True, **capped)
         training.warm_up()
-        training.clock.in_flight, training.clock.elapsed = in_flight, lambda: now[0]
+        training.clock.ahead, training.clock.elapsed = in_flight, lambda: now[0]
         step = training.train_step
 
         def timed(number, settings):

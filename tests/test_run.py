@@ -705,7 +705,7 @@ def test_short_sequences_are_parts_of_the_long_ones(run_of):
 def test_the_host_never_waits_for_the_step_that_it_queued(run_of, monkeypatch):
     """As on a GPU: no value is read within a step; its loss and clock are read two steps later."""
     run = run_of(val=True, ITERATIONS=8, TRAIN_LOG_EVERY=1, GRAD_CLIP_NORM=0.3)
-    run.clock.in_flight, waiting, step = 2, [], run.train_step
+    run.clock.ahead, waiting, step = 2, [], run.train_step
 
     def guarded(*arguments):
         waiting.append([number for number, *_ in run.in_flight])

@@ -167,7 +167,7 @@ def test_two_stalls_do_not_push_a_run_over_its_cap(base, length):
 def test_a_slow_step_before_a_validation_ends_the_run(run_of, monkeypatch):
     """The schedules would divide by a negative time. They end before the calibration."""
     run = run_of(MAX_WALLCLOCK_SECONDS=600, VAL_LOSS_EVERY=7, ITERATIONS=100, GPTQ_BATCHES=0)
-    run.clock.in_flight, run.clock.reserve = 2, 50.0
+    run.clock.ahead, run.clock.reserve = 2, 50.0
     asked, steps = [], []
 
     def step_of(step, settings):
@@ -187,7 +187,7 @@ def test_a_slow_step_before_a_validation_ends_the_run(run_of, monkeypatch):
 def test_the_rate_ends_at_zero_in_the_loop_of_a_run(run_of, in_flight, reserve):
     """Of steps of 1 s, whatever the calibration and the steps in flight take from the limit."""
     run = run_of(MAX_WALLCLOCK_SECONDS=200, ITERATIONS=1000, WARMDOWN_FRAC=0.5)
-    run.clock.in_flight, run.clock.reserve = in_flight, reserve
+    run.clock.ahead, run.clock.reserve = in_flight, reserve
     rates = []
 
     def step_of(step, settings):
@@ -234,7 +234,7 @@ def test_a_validation_is_like_the_score(run_of, mode, band, stride):
 def test_only_steps_take_training_time(run_of, monkeypatch, in_flight):
     """Steps take 1 s, validations 100 s. A checkpoint has the time of all steps before it."""
     run = run_of(RUN_ID="r", VAL_LOSS_EVERY=3, ITERATIONS=10, CHECKPOINT_EVERY=4)
-    run.clock.in_flight = in_flight
+    run.clock.ahead = in_flight
     now, saved = [0.0], []
     monkeypatch.setattr(train_gpt, "perf_counter", lambda: now[0])
 

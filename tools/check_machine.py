@@ -184,7 +184,7 @@ def mlp_times(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
     def load(name: str) -> Callable[..., torch.Tensor]:
         fused = name == "fused" and train_gpt.load_fused_mlp(hp.mlp_slope, runtime.device)
         model = train_gpt.GPT(hp, None, runtime.dtype, fused).to(runtime.device)
-        (layer, *_), *_ = model.layers(train_gpt.ForwardConfig(hp.layer_order()), {}, None)
+        (layer, *_), *_ = model.layers(train_gpt.ForwardConfig(hp.layer_order()), 1, {}, None)
 
         def mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
             matrices = {"up": train_gpt.Matrix(up), "down": train_gpt.Matrix(down)}
