@@ -2027,24 +2027,31 @@ class Evaluator:
         return nats, counts
 
     def log_progress(self):
-        """The part of this rank's targets that is scored, which synchronises with the device."""
+        """The score so far on this rank, which synchronises with the device."""
         self.reported = perf_counter()
-        visited = self.count.item() * self.runtime.comm.size
-        done = max(1e-9, min(1.0, visited / self.val.targets))
+        total, _, nbytes, visited = self.sums().tolist()
+        bpb = total / math.log(2) / max(nbytes, 1)
+        done = max(1e-9, min(1.0, visited * self.runtime.comm.size / self.val.targets))
         eta = (self.reported - self.started) * (1 / done - 1)
         self.log(
-            f"evaluating stride:{self.stride} done:{100 * done:.1f}% eta:{eta:.0f}s", done=done
+            f"evaluating stride:{self.stride} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s",
+            done=done,
         )
+
+    def sums(self) -> Tensor:
+        """(nats, targets with a finite loss, their bytes, targets visited) of this rank, (4,)."""
+        nats = self.nats[:-1]
+        finite = nats.isfinite()
+        nbytes = (self.val.nbytes * finite).sum()  # int64
+        total = nats.where(finite, 0).sum(dtype=torch.float64)
+        return torch.stack([v.double() for v in (total, finite.sum(), nbytes, self.count)])
 
     def result(self) -> Score:
         """The score over all ranks. Raises UserError if a loss is not finite, RuntimeError if a
         target was not scored or scored twice."""
-        nats = self.nats[:-1]
-        finite = nats.isfinite()
-        total = nats.where(finite, 0).sum(dtype=torch.float64)
-        sums = torch.stack((total, finite.sum().double(), self.count.double()))
-        self.runtime.comm.all_reduce(sums)()
-        total, finite, visited = sums.tolist()
+        totals = self.sums()
+        self.runtime.comm.all_reduce(totals)()
+        total, finite, _, visited = totals.tolist()
         targets, nbytes = self.val.targets, self.val.total_bytes
         require(
             finite == targets or visited != targets,

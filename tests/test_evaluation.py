@@ -149,7 +149,7 @@ def test_progress_lines_are_of_all_ranks(setting, monkeypatch):
     shared = dataclasses.replace(runtime, comm=Comm(1, 2))
     scorer = evaluator(losses, val, hp, shared, 8, lambda line, **_: lines.append(line))
     scorer.score(scorer.windows())
-    form = r"evaluating stride:8 done:(\S+)% eta:\d+s"
+    form = r"evaluating stride:8 done:(\S+)% bpb_so_far:\d+\.\d{4} eta:\d+s"
     shares = [float(re.fullmatch(form, line).group(1)) for line in lines]
     assert shares == sorted(shares) and len(shares) > 3 and 95 < shares[-1] <= 100
 
