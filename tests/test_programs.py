@@ -160,7 +160,6 @@ MISTAKES = [  # (command, exit status, part of the sentence); argparse exits wit
     ("tools/report.py --html no/x.html b.txt", 2, "no/x.html is in no folder: make no first"),
     ("tools/report.py a.jsonl a.xz --prompt \udcff", 2, "--prompt: it is not UTF-8 (invalid start"),
     ("bench/step.py --trace no/x.json", 2, "no/x.json is in no folder: make no first"),
-    ("bench/h100.py --home bad.py", 2, "bad.py is not a writable folder: choose another one"),
     ("tools/ablate.py --folder bad.py/a 'x: SEED=1'", 2, "bad.py is not a writable folder: choose"),
     ("tools/report.py a.jsonl", 2, "give logs/<RUN_ID>.jsonl and logs/<RUN_ID>.npz, or --html"),
     ("bench/step.py --against broken.py", 1, "cannot be imported"),
