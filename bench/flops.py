@@ -79,16 +79,12 @@ def attended(hp: Hyperparameters, positions: int, band: int = 0) -> int:
 
 
 def flops_per_token(hp: Hyperparameters, length: int) -> float:
-    """Forward and backward operations per token of a training sequence of this length.
-
-    Backward costs twice the forward. Depth recurrence counts as it is after LOOP_START.
-    """
+    """Forward and backward operations per token; backward costs twice the forward."""
     return 3 * window_flops(hp, length, length) / length
 
 
 def window_flops(hp: Hyperparameters, positions: int, scored: int, band: int = 0) -> float:
-    """Forward operations of a window of `positions`, of which the head computes only `scored`;
-    `band` as for `attended`."""
+    """Forward operations of a window; the head computes `scored`; `band` as for `attended`."""
     matrices = len(hp.layer_order()) * layer_weights(hp) + bigram_weights(hp)
     attention = 2 * hp.model_dim * attended(hp, positions, band)
     return 2 * (positions * matrices + attention + scored * hp.vocab_size * hp.model_dim)

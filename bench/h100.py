@@ -81,8 +81,7 @@ def command(*words: object, **options) -> str:
 
 
 def environment(home: Path, torch_version: str) -> tuple[Path, Path]:
-    """(Python with a CUDA build of torch, folder of the pretended driver); made if they are
-    missing."""
+    """(Python with a CUDA build of torch, folder of the pretended driver), made if necessary."""
     place = home / f"venv-{torch_version}"
     python = place / "bin" / "python"
     if not python.exists():
@@ -107,8 +106,7 @@ def environment(home: Path, torch_version: str) -> tuple[Path, Path]:
 
 
 def build_driver(source: Path, folder: Path, packages: Path, cuda: int) -> None:
-    """Compile the driver, with a function that succeeds for every CUDA symbol that it does not
-    define."""
+    """Compile the driver, with a function that succeeds for each CUDA symbol that it lacks."""
     folder.mkdir(parents=True, exist_ok=True)
     includes = ("triton/backends/nvidia/include", "nvidia/cu13/include")
     options = ["-std=c++17", f"-DCUDART_VERSION={cuda}", *(f"-I{packages / p}" for p in includes)]
@@ -227,8 +225,7 @@ def launches_of(found: dict) -> list[dict]:
 
 
 def elementwise_bytes(name: str, blocks: int) -> float:
-    """An upper bound of the bytes of one of torch's elementwise kernels, from its name and grid; 0
-    for others."""
+    """An upper bound of an elementwise kernel's bytes, from its name and grid; 0 for others."""
     pointers = re.search(r"std::array<char\*, (\d+)ul>", name)
     if "elementwise_kernel" not in name or not pointers:
         return 0.0

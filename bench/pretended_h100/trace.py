@@ -51,8 +51,7 @@ def note(*fields: object) -> None:
 
 # ---- Bytes of Inductor's kernels -----------------------------------------------------------------
 def split_loops(access: MemoryDep) -> tuple[sympy.Expr, dict[sympy.Symbol, int]]:
-    """(index, size of every loop variable), where i // n and i % n of a loop i became loops of
-    their own."""
+    """(index, size of each loop variable); loops i that are read as i // n and i % n become two."""
     index = access.index.replace(Identity, lambda inside: inside)
     sizes = {}
     for variable, size in zip(access.var_names, map(int, access.size), strict=True):
@@ -76,11 +75,8 @@ def split_loops(access: MemoryDep) -> tuple[sympy.Expr, dict[sympy.Symbol, int]]
 
 def footprint(accesses: list, total: int) -> int:
     """Elements of a buffer of `total` elements that a kernel touches, so a slice counts as a slice.
-
-    An access is base + sum(stride * i) over loops of known sizes. Per access the inner loops are
-    enumerated and the outer ones multiply the count; accesses with the same outer loops are united.
-    Anything else counts the whole buffer.
-    """
+    An access is base + sum(stride * i) over loops. Inner loops are enumerated, and accesses with
+    the same outer ones are united. Anything else counts the whole buffer."""
     united: dict[tuple, np.ndarray] = {}
     for access in accesses:
         if not isinstance(access, MemoryDep):
@@ -120,8 +116,7 @@ def kernel_bytes(kernel: TritonKernel) -> int:
 
 def product_cost(arguments: tuple) -> tuple[int, int, str]:
     """(bytes, FLOPs, sizes) of the script's own kernel, a (N, K) @ b (M, K)^T with more in its
-    epilogue. Every tensor counts once: tiles that need the same rows of a run together, b stays in
-    the cache, and nothing is written twice."""
+    epilogue. Every tensor counts once: b stays in the cache, and nothing is written twice."""
     # Of TMA's descriptors
     tensors = [getattr(argument, "base", argument) for argument in arguments]
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)}
@@ -130,8 +125,7 @@ def product_cost(arguments: tuple) -> tuple[int, int, str]:
 
 
 def watch_kernels() -> list[dict]:
-    """Note every launch of Inductor's kernels. Returns the list of kernels, to which the notes
-    refer by index."""
+    """Note every launch of Inductor's kernels. The notes refer to the returned list by index."""
     TritonKernel.estimate_kernel_num_bytes = kernel_bytes
     torch._inductor.config.benchmark_kernel = True  # store the estimate with the kernel
     torch._inductor.config.use_static_cuda_launcher = False
@@ -379,8 +373,7 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
     inside = []
 
     def compiled(function):
-        """The function as a part of its own. The mode is left for it, as Dynamo compiles nothing
-        within a mode."""
+        """The function as a part of its own, outside the mode, in which Dynamo compiles nothing."""
 
         def call(*arguments, **named):
             if inside:  # AOTAutograd calls torch.autograd.grad, too
@@ -422,8 +415,7 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
 
 def low_rank_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """A chunk of each shape of window with its AdamW step, each a part of the log.
-    options["repeats"] gets how often rank 0 does each of them in the challenge's validation
-    split."""
+    options["repeats"] gets how often rank 0 does each in the challenge's validation split."""
     model = build_model(script, hp, runtime)
     forward = script.compile_blocks(model, runtime.compiled)
     examples, options["repeats"] = chunks_of(script, hp, runtime, model)
@@ -487,8 +479,7 @@ def chunks_of(script, hp, runtime, model) -> tuple[dict[str, tuple[int, int]], d
 
 
 def updates(script, hp, runtime, options: dict) -> Callable[[], None]:
-    """The ways of bench/optimizer.py to update the rows of this rank, each a part of the log, then
-    a step of ParallelMuon by its parts."""
+    """The ways of bench/optimizer.py, then a step of ParallelMuon, each a part of the log."""
     sys.path.append(str(Path(__file__).resolve().parent.parent))
     import optimizer
 
