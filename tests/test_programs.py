@@ -52,9 +52,9 @@ def test_every_program_answers_help(path, tmp_path):
     [
         ("UserError('X=1 is wrong: unset it')", 1, "error: X=1 is wrong: unset it"),
         (
-            "FileNotFoundError(2, 'No', 'a/b')",
+            "FileNotFoundError(2, 'No', 'a')",
             1,
-            "error: cannot use a/b: No; check the path and the disk",
+            "error: cannot use a: No; check the path and the disk",
         ),
         ("KeyboardInterrupt", 130, "error: interrupted by Ctrl-C"),
     ],
@@ -140,17 +140,9 @@ MISTAKES = [  # (command, exit status, part of the sentence); argparse exits wit
     ("tools/pack_code.py empty.py -o /dev/null/x", 2, "/dev/null/x is in no folder: make /dev/n"),
     ("tools/pack_code.py empty.py -o .", 2, ". is a folder: add the name of a file"),
     ("tools/pack_code.py bad.py", 1, "bad.py: comments cannot be removed"),
-    (
-        "tools/inspect_artifact.py nothing.xz",
-        1,
-        "artifact nothing.xz cannot be used: No such file or directory",
-    ),
+    ("tools/inspect_artifact.py nothing.xz", 1, "artifact nothing.xz cannot be used: No such fil"),
     ("tools/inspect_artifact.py bad.py", 1, "bad.py cannot"),
-    (
-        "tools/inspect_artifact.py step_5.npz",
-        1,
-        "artifact step_5.npz cannot be used: it is not an artifact",
-    ),
+    ("tools/inspect_artifact.py step_5.npz", 1, "step_5.npz cannot be used: it is not an artifact"),
     ("tools/quantise.py . --text bad.py --bits 3 -o x.npz", 1, "cannot load .: ValueError"),
     ("tools/quantise.py . --text none.txt --bits 3 -o x.npz", 1, "cannot use none.txt: No such"),
     ("tools/quantise.py . --text step_5.npz --bits 3 -o x.npz", 1, "cannot read step_5.npz: Uni"),
