@@ -11,7 +11,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
-import importlib.machinery
+import importlib.util
 import json
 import math
 import os
@@ -543,10 +543,9 @@ def main() -> None:
     options = json.loads(sys.argv[2])
     DRIVER.pretended_logging(0)
     kernels = watch_kernels()
-    loader = importlib.machinery.SourceFileLoader("train_gpt", options["script"])
-    script = sys.modules["train_gpt"] = types.ModuleType("train_gpt")
-    script.__file__ = options["script"]
-    loader.exec_module(script)
+    specification = importlib.util.spec_from_file_location("train_gpt", options["script"])
+    script = sys.modules["train_gpt"] = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(script)
     knobs = {"ATTENTION": "fa3", "COMPILE": "1", **options["knobs"]}
     hp = script.Hyperparameters.from_env(knobs)
     lengths = {hp.train_seq_len, hp.train_seq_len // hp.short_seq_parts, hp.eval_seq_len}
