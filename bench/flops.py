@@ -61,16 +61,6 @@ def peak_flops(device: torch.device) -> float | None:
     return of_gpu(name, PEAK_FLOPS)
 
 
-def layer_weights(hp: Hyperparameters) -> int:
-    """Weights of the matrices of a layer."""
-    return sum(math.prod(kind.shape(hp)) for kind in train_gpt.MATRICES)
-
-
-def bigram_weights(hp: Hyperparameters) -> int:
-    """Weights of the projection of the bigram embedding."""
-    return hp.model_dim * hp.bigram_dim if hp.bigram_vocab_size else 0
-
-
 def attended(hp: Hyperparameters, positions: int, band: int = 0) -> int:
     """Pairs of a position and one that it sees, in all visits of layers, in a window of `positions`
     that see all before them or, with a `band`, so many including themselves."""
@@ -85,6 +75,8 @@ def flops_per_token(hp: Hyperparameters, length: int) -> float:
 
 def window_flops(hp: Hyperparameters, positions: int, scored: int, band: int = 0) -> float:
     """Forward operations of a window; the head computes `scored`; `band` as for `attended`."""
-    matrices = len(hp.layer_order()) * layer_weights(hp) + bigram_weights(hp)
+    layer = sum(math.prod(kind.shape(hp)) for kind in train_gpt.MATRICES)
+    bigram = hp.model_dim * hp.bigram_dim if hp.bigram_vocab_size else 0
+    matrices = len(hp.layer_order()) * layer + bigram
     attention = 2 * hp.model_dim * attended(hp, positions, band)
     return 2 * (positions * matrices + attention + scored * hp.vocab_size * hp.model_dim)

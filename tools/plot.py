@@ -71,12 +71,6 @@ def mean_std(values: list[float], form: str) -> str:
     return format(mean, form) + (f" ± {std:{form}}" if std is not None else "")
 
 
-def score_of(group: list[Run]) -> str:
-    """The score of a group's finished runs."""
-    found = [run.score.bpb for run in group if not run.fault]
-    return f"{mean_std(found, '.4f')} bits per byte" if found else "not finished"
-
-
 def curve(points: list[Point], x: str, field: str) -> Curve:
     """One field of a run against `x`, "step" or "seconds"."""
     pairs = [
@@ -144,7 +138,9 @@ def draw_runs(members: list[Run], output: Path) -> None:
     """Loss and score against steps and seconds; learning rate and time per step."""
     found = {}
     for name, group in groups(members).items():
-        title = f"{name}: {score_of(group)}".encode(errors="backslashreplace")
+        bpb = [run.score.bpb for run in group if not run.fault]
+        score = f"{mean_std(bpb, '.4f')} bits per byte" if bpb else "not finished"
+        title = f"{name}: {score}".encode(errors="backslashreplace")
         found[title.decode()] = group  # Matplotlib draws UTF-8 only
     figure, axes = plt.subplots(3, 2, figsize=(11, 10), layout="constrained")
     for column, (x, label) in enumerate((("step", "step"), ("seconds", "training time (s)"))):

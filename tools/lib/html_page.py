@@ -326,7 +326,6 @@ def byte_shares(path: str) -> dict[str, int]:
 def seconds_of(run: Run) -> dict[str, float]:
     """The seconds of a run by part, in order; some are in the events alone."""
     events = events_of(run)
-    events |= {"calibration": events["gptq"]} if "gptq" in events else {}  # until 2026-11-26
     kinds = ("warmup", "calibration", "artifact")
     walls = {kind: events.get(kind, {}).get("wall_seconds", 0.0) for kind in kinds}
     parts = {
