@@ -46,8 +46,7 @@ def by_tensor(encode: Callable, decode: Callable) -> Coder:
 
 
 def container_399() -> Coder:
-    """One integer tensor per matrix, of one byte per code if they fit, as all but the embedding's
-    do."""
+    """One integer tensor per matrix, of one byte per code if they fit."""
 
     def write(codes: Codes) -> dict[str, bytes]:
         tensors, buffer = {}, io.BytesIO()

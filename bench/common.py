@@ -16,17 +16,11 @@ from types import ModuleType
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from program import output_file
-from train_gpt import UserError
+from train_gpt import UserError, as_user_error, require
 
-SMALL = {  # 4.1 million parameters, for a CPU
-    "NUM_LAYERS": "6",
-    "MODEL_DIM": "256",
-    "NUM_HEADS": "4",
-    "NUM_KV_HEADS": "2",
-    "TRAIN_SEQ_LEN": "512",
-    "EVAL_SEQ_LEN": "512",
-    "TRAIN_BATCH_TOKENS": "16384",
-}
+# 4.1 million parameters, for a CPU
+SMALL = {"NUM_LAYERS": "6", "MODEL_DIM": "256", "NUM_HEADS": "4", "NUM_KV_HEADS": "2"}
+SMALL |= {"TRAIN_SEQ_LEN": "512", "EVAL_SEQ_LEN": "512", "TRAIN_BATCH_TOKENS": "16384"}
 
 
 def image_file(text: str) -> Path:
@@ -37,9 +31,8 @@ def image_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{error}: pip install -r requirements-dev.txt") from error
     path, formats = output_file(text), FigureCanvasBase.get_supported_filetypes()
     if path.suffix.lower()[1:] not in formats:
-        raise argparse.ArgumentTypeError(
-            f"{text} has no known format: end it in one of .{', .'.join(sorted(formats))}"
-        )
+        known = f"end it in one of .{', .'.join(sorted(formats))}"
+        raise argparse.ArgumentTypeError(f"{text} has no known format: {known}")
     return path
 
 
@@ -54,22 +47,16 @@ def score_of(script: ModuleType, forward: Callable, val, hp, runtime, stride: in
 
 def load_script(path: Path) -> ModuleType:
     """Another version of train_gpt.py as a module. Raises UserError if it cannot be imported."""
-    name = f"against_{path.stem}"
+    name, advice = f"against_{path.stem}", "give another version of train_gpt.py"
     specification = importlib.util.spec_from_file_location(name, path)
-    if specification is None or not path.is_file():
-        raise UserError(
-            f"--against {path} is not a Python file: give another version of train_gpt.py"
-        )
+    file = specification and path.is_file()
+    require(file, f"--against {path} is not a Python file: {advice}")
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module  # dataclasses look up their module
-    try:
+    with as_user_error(f"--against {path} cannot be imported", advice, ImportError, SyntaxError):
         specification.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
-        raise UserError(f"--against {path} cannot be imported: {error}") from error
-    if not hasattr(module, "Hyperparameters"):
-        raise UserError(
-            f"--against {path} has no Hyperparameters: give another version of train_gpt.py"
-        )
+    known = hasattr(module, "Hyperparameters")
+    require(known, f"--against {path} has no Hyperparameters: {advice}")
     module.UserError = UserError  # so that `run_program` reports its errors too
     return module
 
@@ -111,8 +98,7 @@ def finish(bench: str, **found: object) -> None:
 
 
 def report(title: str, times: dict[str, list[float]]) -> list[dict]:
-    """Print medians, and median, minimum and maximum over rounds of each row's time over the first
-    one's. Returns the rows."""
+    """Print and return medians, and of the ratios to the first one median, minimum and maximum."""
     first = next(iter(times.values()))
     table = Table(title, median_ms="12.2f", ratio="8.3f", min="8.3f", max="8.3f")
     for name, seconds in times.items():

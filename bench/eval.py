@@ -6,11 +6,9 @@
 
 The modes are non-overlapping windows, sliding windows by #399's loop, ours, and the banded pass.
 #399 takes windows in a Python loop, copies each to the device, sends all positions through the
-head, and sums the scored positions window by window. Our sliding windows are gathered from the
-tokens on the device, and the head is computed only where they are scored. All are compiled if the
-machine compiles, and take turns within a round; the table has medians. All score the same targets,
-as many as --windows sliding windows have. Weights and tokens are random, which cost what real ones
-cost.
+head, and sums the scored positions window by window. All are compiled if the machine compiles. All
+score the same targets, as many as --windows sliding windows have. Weights and tokens are random,
+which cost what real ones cost.
 
 With --against OTHER_TRAIN_GPT_PY the evaluations of another version of the script and of this one
 take turns on one random text. `ratio` is the median over rounds of this one's time over the
@@ -40,15 +38,11 @@ import numpy as np
 import torch
 
 
-def loop_399(
-    forward: Callable, val: SimpleNamespace, hp: train_gpt.Hyperparameters, rows: int
-) -> float:
+def loop_399(forward: Callable, val: SimpleNamespace, hp, rows: int) -> float:
     """Mean nats per target by #399's loop, with `rows` windows per batch."""
     window, stride, device = hp.eval_seq_len, hp.eval_stride, val.tokens.device
     starts = [0, *range(stride, val.targets - window + 1, stride)]
-    tokens = val.tokens.cpu()
-    total = 0.0
-    count = 0
+    tokens, total, count = val.tokens.cpu(), 0.0, 0
     with torch.no_grad():
         for first in range(0, len(starts), rows):
             batch = starts[first : first + rows]
@@ -64,9 +58,7 @@ def loop_399(
     return total / count
 
 
-def random_text(
-    windows: int, hp: train_gpt.Hyperparameters, device: torch.device
-) -> SimpleNamespace:
+def random_text(windows: int, hp, device: torch.device) -> SimpleNamespace:
     """Random tokens for this many sliding windows, with the attributes of a Validation."""
     targets = hp.eval_seq_len + (windows - 1) * hp.eval_stride
     return SimpleNamespace(
@@ -76,7 +68,6 @@ def random_text(
         total_bytes=targets,
         refused=None,
         hints=None,
-        spans=lambda: np.array([[0, targets]]),  # of scripts before 2026-11-28
     )
 
 
@@ -84,9 +75,7 @@ def forward_of(script: ModuleType, hp, runtime) -> Callable:
     """The forward of a model of random weights, compiled if the machine compiles."""
     model = script.GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
     model.initialise(0)
-    # Scripts before 2026-11-28 compile the whole model.
-    compile_model = getattr(script, "compile_blocks", script.compile_whole)
-    return compile_model(model.to(runtime.device), runtime.compiled)
+    return script.compile_blocks(model.to(runtime.device), runtime.compiled)
 
 
 def modes(windows: int, rounds: int) -> None:
@@ -133,9 +122,8 @@ def compare(other: Path, windows: int, rounds: int) -> None:
             arguments = forward_of(script, own, runtime), val, own, runtime, own.eval_stride
             variants[name] = functools.partial(score_of, script, *arguments)
         print(f"torch {torch.__version__} {here.describe()}")
-        print(
-            f"window:{hp.eval_seq_len} stride:{hp.eval_stride} windows:{windows} targets:{val.targets} rounds:{rounds}"
-        )
+        text = f"windows:{windows} targets:{val.targets}"
+        print(f"window:{hp.eval_seq_len} stride:{hp.eval_stride} {text} rounds:{rounds}")
         nats = {name: variant()[0] for name, variant in variants.items()}  # compiles
         rows = report("sliding windows", take_turns(variants, rounds, here.synchronize, warm=0))
     print("  nats: " + ", ".join(f"{value:.9f}" for value in nats.values()))
@@ -159,11 +147,7 @@ def operations(mode: str, hp: train_gpt.Hyperparameters, targets: int) -> float:
 
 
 def report_modes(
-    times: dict[str, list[float]],
-    nats: dict[str, float],
-    hp: train_gpt.Hyperparameters,
-    targets: int,
-    peak: float | None,
+    times: dict[str, list[float]], nats: dict[str, float], hp, targets: int, peak: float | None
 ) -> None:
     """Print the table of `modes`. `speed` is in those of #399's loop, `mfu` the share of the peak."""
     forms = {"ms": "10.1f", "targets/s": "11.0f", "GFLOP/s": "10.0f"}

@@ -61,16 +61,6 @@ def peak_flops(device: torch.device) -> float | None:
     return of_gpu(name, PEAK_FLOPS)
 
 
-def layer_weights(hp: Hyperparameters) -> int:
-    """Weights of the matrices of a layer."""
-    return sum(math.prod(kind.shape(hp)) for kind in train_gpt.MATRICES)
-
-
-def bigram_weights(hp: Hyperparameters) -> int:
-    """Weights of the projection of the bigram embedding."""
-    return hp.model_dim * hp.bigram_dim if hp.bigram_vocab_size else 0
-
-
 def attended(hp: Hyperparameters, positions: int, band: int = 0) -> int:
     """Pairs of a position and one that it sees, in all visits of layers, in a window of `positions`
     that see all before them or, with a `band`, so many including themselves."""
@@ -79,16 +69,14 @@ def attended(hp: Hyperparameters, positions: int, band: int = 0) -> int:
 
 
 def flops_per_token(hp: Hyperparameters, length: int) -> float:
-    """Forward and backward operations per token of a training sequence of this length.
-
-    Backward costs twice the forward. Depth recurrence counts as it is after LOOP_START.
-    """
+    """Forward and backward operations per token; backward costs twice the forward."""
     return 3 * window_flops(hp, length, length) / length
 
 
 def window_flops(hp: Hyperparameters, positions: int, scored: int, band: int = 0) -> float:
-    """Forward operations of a window of `positions`, of which the head computes only `scored`;
-    `band` as for `attended`."""
-    matrices = len(hp.layer_order()) * layer_weights(hp) + bigram_weights(hp)
+    """Forward operations of a window; the head computes `scored`; `band` as for `attended`."""
+    layer = sum(math.prod(kind.shape(hp)) for kind in train_gpt.MATRICES)
+    bigram = hp.model_dim * hp.bigram_dim if hp.bigram_vocab_size else 0
+    matrices = len(hp.layer_order()) * layer + bigram
     attention = 2 * hp.model_dim * attended(hp, positions, band)
     return 2 * (positions * matrices + attention + scored * hp.vocab_size * hp.model_dim)

@@ -10,18 +10,15 @@
     python bench/h100.py --work eval EVAL_MODE=banded               # a banded pass; EVAL_STRIDE=2048: non-overlapping
 
 The real torch, Inductor, Triton and ptxas compile the real step for sm_90a. A pretended CUDA driver
-answers as an H100, logs every launch and computes nothing. A kernel then costs the larger of its
-bytes at 3.35 TB/s and its operations at 790 TFLOP/s. Attention is calibrated instead, by an H100's
-measured layers (ATTENTION_FLOPS). What it tells: graphs, kernels, launches, bytes, FLOPs, registers,
-spills, peak memory. What it cannot tell: times, the kernels that cuBLAS would choose, NCCL. A real
-step takes longer than this.
+answers as an H100, logs every launch and computes nothing. bench/README.md says how launches are
+priced. What it tells: graphs, kernels, launches, bytes, FLOPs, registers, spills, peak memory. What
+it cannot tell: times, the kernels that cuBLAS would choose, NCCL. A real step takes longer than this.
 
-The first call builds an environment with a CUDA build of torch (7 GB, some minutes) in --home. It
-needs Linux, g++ and Python's headers. Results are kept there, so a variant is traced once (two
-minutes for the record's shape). The last line of the output is JSON.
+The first call builds an environment with a CUDA build of torch (7 GB, some minutes) in the folder
+PRETENDED_H100_HOME. It needs Linux, g++ and Python's headers. Results are kept there, so a variant
+is traced once. The last line of the output is JSON.
 """
 
-import argparse
 import collections
 import hashlib
 import json
@@ -42,10 +39,9 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 import program
 import flops
 import scaling
-from train_gpt import BANKS, Hyperparameters, UserError, bank_shape
+from train_gpt import BANKS, Hyperparameters, as_user_error, bank_shape, require
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-# 7 GB per version of torch
 HOME = Path(os.environ.get("PRETENDED_H100_HOME") or CACHE / "pretended-h100")
 BANDWIDTH = 3.35e12  # bytes/s of the memory, by the data sheet
 # Of dense bf16 products, what cuBLAS reaches on large ones; the data sheet's peak is 989e12
@@ -59,39 +55,15 @@ HOST_LINK = 25e9  # bytes/s between host and device
 LAUNCH = 2.5e-6  # seconds that a kernel takes at least
 CUDA = {"2.9.1": 12080, "2.13.0": 13000, "2.15.0": 13020}  # of the wheels, by torch version
 # Libraries whose CUDA calls the pretended driver must answer.
-LIBRARIES = (
-    "c10_cuda",
-    "torch_cuda",
-    "torch_python",
-    "torch_cpu",
-    "torch_cuda_linalg",
-    "caffe2_nvrtc",
-)
+LIBRARIES = "c10_cuda torch_cuda torch_python torch_cpu torch_cuda_linalg caffe2_nvrtc"
 # What is looked up by name at run time, so that no library imports it.
-LOOKED_UP = {
-    *(
-        "cuInit",
-        "cuCtxGetLimit",
-        "cuCtxSetLimit",
-        "cuCtxSetCurrent",
-        "cuCtxSynchronize",
-        "cuCtxPushCurrent_v2",
-    ),
-    *(
-        "cuCtxPopCurrent_v2",
-        "cuFuncSetAttribute",
-        "cuFuncSetCacheConfig",
-        "cuLaunchCooperativeKernel",
-        "cuMemAlloc_v2",
-    ),
-    *(
-        "cuModuleUnload",
-        "cuOccupancyMaxActiveClusters",
-        "cuStreamGetCaptureInfo",
-        "cuStreamSynchronize",
-    ),
-    "cuTensorMapEncodeTiled",
-}
+LOOKED_UP = """
+cuInit cuCtxGetLimit cuCtxSetLimit cuCtxSetCurrent cuCtxSynchronize cuCtxPushCurrent_v2
+cuCtxPopCurrent_v2 cuFuncSetAttribute cuFuncSetCacheConfig cuLaunchCooperativeKernel cuMemAlloc_v2
+cuModuleUnload cuOccupancyMaxActiveClusters cuStreamGetCaptureInfo cuStreamSynchronize
+cuTensorMapEncodeTiled
+"""
+TOP = 15  # kernels that are shown
 CHALLENGE_TOKENS = 62_021_846  # targets of the challenge's validation split
 BYTES_OF_TYPE = {0: 4, 1: 8, 2: 2, 14: 2}  # cudaDataType: fp32, fp64, fp16, bf16
 
@@ -99,39 +71,32 @@ BYTES_OF_TYPE = {0: 4, 1: 8, 2: 2, 14: 2}  # cudaDataType: fp32, fp64, fp16, bf1
 # ---- The environment -----------------------------------------------------------------------------
 def command(*words: object, **options) -> str:
     """The output of a program. Raises UserError with its last words if it fails."""
-    try:
-        done = subprocess.run(
-            [str(word) for word in words], capture_output=True, text=True, **options
-        )
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{words[0]} is missing: install it, for example with `apt install g++ binutils`"
-        ) from error
-    if done.returncode:
-        last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-15:])
-        raise UserError(f"{Path(str(words[0])).name} failed with status {done.returncode}:\n{last}")
+    name, *_ = words = list(map(str, words))
+    with as_user_error(name, "install it, as by `apt install g++ binutils`", FileNotFoundError):
+        done = subprocess.run(words, capture_output=True, text=True, **options)
+    last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-15:])
+    failed = f"{Path(name).name} failed with status {done.returncode}:\n{last}"
+    require(not done.returncode, failed)
     return done.stdout
 
 
 def environment(home: Path, torch_version: str) -> tuple[Path, Path]:
-    """(Python with a CUDA build of torch, folder of the pretended driver); made if they are
-    missing."""
-    python = home / f"venv-{torch_version}" / "bin" / "python"
+    """(Python with a CUDA build of torch, folder of the pretended driver), made if necessary."""
+    place = home / f"venv-{torch_version}"
+    python = place / "bin" / "python"
     if not python.exists():
         print(
-            f"installing a CUDA build of torch {torch_version} in {python.parent.parent} (7 GB, once)",
-            flush=True,
+            f"installing a CUDA build of torch {torch_version} in {place} (7 GB, once)", flush=True
         )
-        venv.create(python.parent.parent, with_pip=True)
+        venv.create(place, with_pip=True)
         wanted = (f"torch=={torch_version}", "setuptools", "-r", ROOT / "requirements.txt")
         command(python, "-m", "pip", "install", "-q", *wanted)
-    packages = Path(
-        command(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = Path(command(python, "-c", purelib).strip())
+    require(
+        (packages / "torch" / "lib" / "libtorch_cuda.so").exists(),
+        f"{place} got a CPU build of torch: delete it, and let pip find the CUDA build",
     )
-    if not (packages / "torch" / "lib" / "libtorch_cuda.so").exists():
-        raise UserError(
-            f"{python.parent.parent} got a CPU build of torch: delete it, and let pip find the CUDA build"
-        )
     source = SUPPORT / "driver.cpp"
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
     folder = home / f"driver-{torch_version}-{digest}"
@@ -141,24 +106,16 @@ def environment(home: Path, torch_version: str) -> tuple[Path, Path]:
 
 
 def build_driver(source: Path, folder: Path, packages: Path, cuda: int) -> None:
-    """Compile the driver, with a function that succeeds for every CUDA symbol that it does not
-    define."""
+    """Compile the driver, with a function that succeeds for each CUDA symbol that it lacks."""
     folder.mkdir(parents=True, exist_ok=True)
-    includes = [packages / "triton/backends/nvidia/include", packages / "nvidia/cu13/include"]
-    options = [
-        "-O1",
-        "-fPIC",
-        "-std=c++17",
-        f"-DCUDART_VERSION={cuda}",
-        *(f"-I{path}" for path in includes),
-    ]
-    command("g++", *options, "-c", source, "-o", folder / "driver.o")
+    includes = ("triton/backends/nvidia/include", "nvidia/cu13/include")
+    options = ["-std=c++17", f"-DCUDART_VERSION={cuda}", *(f"-I{packages / p}" for p in includes)]
+    command("g++", "-O1", "-fPIC", *options, "-c", source, "-o", folder / "driver.o")
     defined = set(re.findall(r" T (\w+)", command("nm", "--defined-only", folder / "driver.o")))
-    wanted = set(LOOKED_UP)
-    for library in LIBRARIES:
-        symbols = command(
-            "nm", "-D", "--undefined-only", packages / "torch" / "lib" / f"lib{library}.so"
-        )
+    wanted = set(LOOKED_UP.split())
+    for library in LIBRARIES.split():
+        path = packages / "torch" / "lib" / f"lib{library}.so"
+        symbols = command("nm", "-D", "--undefined-only", path)
         wanted |= set(re.findall(r" U ((?:__cuda|cuda|cublas|cu[A-Z])\w+)", symbols))
     missing = sorted(name for name in wanted - defined if not name.startswith(("cuFile", "cudnn")))
     stubs = [
@@ -171,11 +128,9 @@ def build_driver(source: Path, folder: Path, packages: Path, cuda: int) -> None:
         for name in missing
     ]
     (folder / "stubs.cpp").write_text("\n".join(stubs) + "\n")
-    shared = ["-shared", "-Wl,-soname,libcuda.so.1", "-ldl"]
+    shared = ["-O1", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1", "-ldl"]
     partial = folder / "libcuda.partial"
-    command(
-        "g++", "-O1", "-fPIC", folder / "driver.o", folder / "stubs.cpp", *shared, "-o", partial
-    )
+    command("g++", folder / "driver.o", folder / "stubs.cpp", *shared, "-o", partial)
     (folder / "libcuda.so").unlink(missing_ok=True)
     (folder / "libcuda.so").symlink_to("libcuda.so.1")
     partial.rename(folder / "libcuda.so.1")
@@ -194,25 +149,13 @@ def preloaded(driver: Path) -> dict[str, str]:
 def trace(home: Path, torch_version: str, options: dict) -> dict:
     """The trace of this work, from the last time or made now."""
     python, driver = environment(home, torch_version)
-    parts = [
-        Path(options["script"]).read_bytes(),
-        (SUPPORT / "trace.py").read_bytes(),
-        driver.name.encode(),
-    ]
-    if options["work"] == "update":
-        parts.append((HERE / "optimizer.py").read_bytes())
-    settings = {name: value for name, value in options.items() if name != "script"}
-    digest = hashlib.sha256(
-        b"".join([*parts, json.dumps(settings, sort_keys=True).encode()])
-    ).hexdigest()[:16]
-    folder = home / "traces" / digest
+    files = [options["script"], SUPPORT / "trace.py", HERE / "optimizer.py"]
+    digest = hashlib.sha256(b"".join(Path(path).read_bytes() for path in files))
+    digest.update(json.dumps([driver.name, options | {"script": ""}], sort_keys=True).encode())
+    folder = home / "traces" / digest.hexdigest()[:16]
     result = folder / "trace.json"
     if not result.exists():
-        print(
-            f"tracing {describe(options)} with torch {torch_version} ...",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"tracing {describe(options)} with torch {torch_version} ...", file=sys.stderr)
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "launches.log"
         log.unlink(missing_ok=True)
@@ -232,18 +175,15 @@ def trace(home: Path, torch_version: str, options: dict) -> dict:
 
 # ---- Costs ---------------------------------------------------------------------------------------
 def launches_of(found: dict) -> list[dict]:
-    """One entry per launch: part, kind, name, bytes, flops, registers, spills."""
-    launches = []
-    part, kernel = "start", None
+    """One entry per launch: part, kind, name, bytes, flops, spills."""
+    launches, part, kernel = [], "start", None
     names = sorted({line.split("\t")[1] for line in found["log"] if line.startswith("library")})
     plain = command("c++filt", input="\n".join(names)).split("\n") if names else []
     readable = dict(zip(names, plain, strict=False))
-    eager = eager_parts(found["log"])
 
     def add(kind: str, name: str, moved: float = 0, flops: float = 0, **more) -> None:
-        launches.append(
-            {"part": part, "kind": kind, "name": name, "bytes": moved, "flops": flops, **more}
-        )
+        launch = {"part": part, "kind": kind, "name": name, "bytes": moved, "flops": flops}
+        launches.append(launch | more)
 
     for line in found["log"]:
         kind, *fields = line.split("\t")
@@ -253,73 +193,39 @@ def launches_of(found: dict) -> list[dict]:
             kernel = found["kernels"][int(fields[1])]
         elif kind == "note" and fields[0] == "attention":
             b, n, h, e, time, groups, keys = map(int, fields[2:])
-            # Of q's size, of k's size, work
-            passes = {"forward": (2, 2, 1.0), "backward": (4, 4, 2.5)}[fields[1]]
-            moved = 2 * b * e * (passes[0] * n * h + passes[1] * time * groups)
-            add(
-                "attention",
-                f"attention {fields[1]}",
-                moved,
-                passes[2] * 4 * b * h * n * keys * e,
-            )
+            buffers, work = {"forward": (2, 1.0), "backward": (4, 2.5)}[fields[1]]
+            moved = 2 * b * e * buffers * (n * h + time * groups)
+            add("attention", f"attention {fields[1]}", moved, work * 4 * b * h * n * keys * e)
         elif kind == "note" and fields[0] == "operator":
             add("operator", fields[1], float(fields[2]), float(fields[3]), launches=0)
         elif kind == "triton":
-            own = (
-                kernel
-                if kernel and kernel["name"] == fields[0]
-                else {"bytes": 0, "flops": 0, "sizes": ""}
-            )
+            known = kernel and kernel["name"] == fields[0]
+            own = kernel if known else {"bytes": 0, "flops": 0, "sizes": ""}
             sizes = re.sub(r"[{}' ]", "", own["sizes"])
             name = re.sub(r"^triton_|_\d+$", "", fields[0])[:56] + f" {sizes}"
-            add(
-                "triton",
-                name,
-                own["bytes"],
-                own["flops"],
-                registers=int(fields[1]),
-                spills=int(fields[2]),
-            )
+            add("triton", name, own["bytes"], own["flops"], spills=int(fields[2]))
         elif kind == "product":
             m, n, k, batch = map(int, fields[:4])
             a, b, c = (BYTES_OF_TYPE.get(int(t), 2) for t in fields[4].split(","))
             moved = batch * (m * k * a + k * n * b + m * n * c)
-            add(
-                "product",
-                f"{m} x {n} x {k} (x {batch})",
-                *((0, 0) if part in eager else (moved, 2 * m * n * k * batch)),
-            )
+            add("product", f"{m} x {n} x {k} (x {batch})", moved, 2 * m * n * k * batch)
         elif kind == "library":
             name = readable.get(fields[0], fields[0])
-            add("library", name, 0 if part in eager else elementwise_bytes(name, int(fields[1])))
+            add("library", name, elementwise_bytes(name, int(fields[1])))
         elif kind in ("copy", "fill"):
             way = fields[0] if kind == "copy" else "fill"
-            size = int(fields[-1])
-            add(
-                "copy",
-                way,
-                0 if part in eager and "h" not in way else size * (2 if way == "d2d" else 1),
-            )
+            add("copy", way, int(fields[-1]) * (2 if way == "d2d" else 1))
+    # Where operators were counted one by one, launches cost nothing more than themselves.
+    eager = {launch["part"] for launch in launches if launch["kind"] == "operator"}
+    for launch in launches:
+        counted = launch["kind"] in ("product", "library") or launch["name"] in ("d2d", "fill")
+        if launch["part"] in eager and counted:
+            launch |= {"bytes": 0, "flops": 0}
     return launches
 
 
-def eager_parts(log: list[str]) -> set[str]:
-    """Parts whose operators were counted one by one. Their launches then cost nothing more than
-    themselves."""
-    part = "start"
-    found = set()
-    for line in log:
-        _, *fields = line.split("\t")
-        if fields[0] == "part":
-            part = fields[1]
-        elif fields[0] == "operator":
-            found.add(part)
-    return found
-
-
 def elementwise_bytes(name: str, blocks: int) -> float:
-    """An upper bound of the bytes of one of torch's elementwise kernels, from its name and grid; 0
-    for others."""
+    """An upper bound of an elementwise kernel's bytes, from its name and grid; 0 for others."""
     pointers = re.search(r"std::array<char\*, (\d+)ul>", name)
     if "elementwise_kernel" not in name or not pointers:
         return 0.0
@@ -338,61 +244,59 @@ def seconds(launch: dict) -> float:
 
 def table(launches: list[dict], key: str) -> dict[str, dict]:
     """Sums over launches with the same value of `key`, or tuple of keys joined by a space."""
-    sums: dict[str, dict] = collections.defaultdict(
-        lambda: {"launches": 0, "gb": 0.0, "tflop": 0.0, "ms": 0.0}
-    )
+    sums: dict[str, dict] = collections.defaultdict(collections.Counter)
     for launch in launches:
         row = sums[" | ".join(launch[name] for name in key.split())]
         row["launches"] += launch.get("launches", 1)
         row["gb"] += launch["bytes"] / 1e9
         row["tflop"] += launch["flops"] / 1e12
         row["ms"] += 1e3 * seconds(launch)
-    return dict(sums)
+    return sums
+
+
+def with_launches(launches: list[dict]) -> dict[str, float]:
+    """Seconds by part, if a launch takes at least LAUNCH."""
+    sums = collections.Counter()
+    for launch in launches:
+        sums[launch["part"]] += max(seconds(launch), LAUNCH * launch.get("launches", 1))
+    return sums
 
 
 def totals(found: dict, launches: list[dict]) -> dict:
     """What the JSON line says of one variant. All times are modelled."""
     kinds = table(launches, "kind")
     spilled = {launch["name"] for launch in launches if launch.get("spills")}
-    count = sum(row["launches"] for row in kinds.values())
-    lower = 1e3 * sum(
-        max(seconds(launch), LAUNCH * launch.get("launches", 1)) for launch in launches
-    )
-    return {
-        "step_ms": round(sum(row["ms"] for row in kinds.values()), 3),
-        "step_ms_with_launches": round(lower, 3),
-        "triton_ms": round(kinds.get("triton", {"ms": 0})["ms"], 3),
-        "product_ms": round(kinds.get("product", {"ms": 0})["ms"], 3),
-        "attention_ms": round(kinds.get("attention", {"ms": 0})["ms"], 3),
-        "triton_gb": round(kinds.get("triton", {"gb": 0})["gb"], 3),
-        "tflop": round(sum(row["tflop"] for row in kinds.values()), 4),
-        "launches": count,
-        "peak_mib": found["facts"]["peak_mib"],
-        "spilled_kernels": len(spilled),
-        "graph_breaks": found["facts"]["graph_breaks"],
-        "torch": found["facts"]["torch"],
+    times = {f"{kind}_ms": kinds[kind]["ms"] for kind in ("triton", "product", "attention")}
+    rounded = {
+        "step_ms": sum(row["ms"] for row in kinds.values()),
+        "step_ms_with_launches": 1e3 * sum(with_launches(launches).values()),
+        **times,
+        "triton_gb": kinds["triton"]["gb"],
+        "tflop": sum(row["tflop"] for row in kinds.values()),
     }
+    facts = {name: found["facts"][name] for name in ("peak_mib", "graph_breaks", "torch")}
+    counts = {"launches": sum(row["launches"] for row in kinds.values())}
+    counts |= {"spilled_kernels": len(spilled)}
+    return {name: round(value, 4) for name, value in rounded.items()} | counts | facts
 
 
 # ---- Report --------------------------------------------------------------------------------------
 def describe(options: dict) -> str:
     """One variant in words."""
     knobs = " ".join(f"{name}={value}" for name, value in options["knobs"].items()) or "defaults"
-    more = " late QAT" * options["qat"] + f" SEQ={options['seq_len']}" * bool(options["seq_len"])
-    return f"{options['work']} of {Path(options['script']).name}, {knobs}{more}, rank 0 of {options['ranks']}"
+    script = Path(options["script"]).name
+    return f"{options['work']} of {script}, {knobs}, rank 0 of {options['ranks']}"
 
 
-def print_rows(title: str, rows: dict[str, dict], top: int = 0) -> None:
-    """A table of sums, the most expensive first if `top` limits it."""
+def print_rows(title: str, rows: dict[str, dict]) -> None:
+    """A table of sums."""
     print(f"\n{title:76}{'launches':>9}{'GB':>10}{'TFLOP':>9}{'ms':>9}")
-    shown = sorted(rows.items(), key=lambda row: -row[1]["ms"])[:top] if top else rows.items()
-    for name, row in shown:
-        print(
-            f"  {name[:74]:74}{row['launches']:9d}{row['gb']:10.3f}{row['tflop']:9.3f}{row['ms']:9.3f}"
-        )
+    for name, row in rows.items():
+        figures = f"{row['launches']:9d}{row['gb']:10.3f}{row['tflop']:9.3f}{row['ms']:9.3f}"
+        print(f"  {name[:74]:74}{figures}")
 
 
-def report(options: dict, found: dict, top: int) -> dict:
+def report(options: dict, found: dict) -> dict:
     """Print one variant. Returns its totals."""
     launches = launches_of(found)
     result = totals(found, launches)
@@ -400,19 +304,16 @@ def report(options: dict, found: dict, top: int) -> dict:
     print_rows("part and kind", table(launches, "part kind"))
     print_rows("all of a kind", table(launches, "kind"))
     kernels = [launch for launch in launches if launch["kind"] == "triton"]
-    print_rows("Triton kernels that cost most", table(kernels, "part name"), top)
+    costs = sorted(table(kernels, "part name").items(), key=lambda row: -row[1]["ms"])
+    print_rows("Triton kernels that cost most", dict(costs[:TOP]))
     for name in sorted({k["name"] for k in kernels if k["spills"]}):
         print(f"  spills registers: {name}")
-    times = f"{result['step_ms']:.2f} ms ({result['step_ms_with_launches']:.2f} with at least 2.5 us a launch)"
-    print(
-        f"\nmodelled: {times}, {result['launches']} launches, peak memory {result['peak_mib']:,} MiB"
-    )
+    least = f"{result['step_ms_with_launches']:.2f} with at least 2.5 us a launch"
+    more = f"{result['launches']} launches, peak memory {result['peak_mib']:,} MiB"
+    print(f"\nmodelled: {result['step_ms']:.2f} ms ({least}), {more}")
     if options["work"] == "step" and options["script"] == str(ROOT / "train_gpt.py"):
         hp = Hyperparameters.from_env(options["knobs"])
-        counted = (
-            flops.flops_per_token(hp, options["seq_len"] or hp.train_seq_len)
-            * hp.train_batch_tokens
-        )
+        counted = flops.flops_per_token(hp, hp.train_seq_len) * hp.train_batch_tokens
         print(f"by its shapes: {counted / options['ranks'] / 1e12:.3f} TFLOP", end=" ")
         print("without the optimizer and what attention's backward computes again")
     if options["work"] == "update":
@@ -423,10 +324,7 @@ def report(options: dict, found: dict, top: int) -> dict:
 
 def extrapolate(options: dict, found: dict, launches: list[dict]) -> dict:
     """Modelled seconds over the challenge's validation split, for the work of evaluations."""
-    facts, ranks = found["facts"], options["ranks"]
-    parts: dict[str, float] = collections.defaultdict(float)
-    for launch in launches:
-        parts[launch["part"]] += max(seconds(launch), LAUNCH * launch.get("launches", 1))
+    facts, ranks, parts = found["facts"], options["ranks"], with_launches(launches)
     if options["work"] == "eval":
         windows = 1 + -(-(CHALLENGE_TOKENS - facts["window"]) // facts["stride"])
         total = -(-windows // (ranks * facts["eval_rows"])) * sum(parts.values())
@@ -437,15 +335,13 @@ def extrapolate(options: dict, found: dict, launches: list[dict]) -> dict:
         total = sum(times * parts[part] for part, times in facts["repeats"].items())
         for part, times in facts["repeats"].items():
             print(f"  {times:6d} x {1e3 * parts[part]:7.3f} ms: {part}")
-        operations = sum(
-            launch["flops"] * facts["repeats"].get(launch["part"], 0) for launch in launches
-        )
-        print(f"{operations / 1e15:.2f} PFLOP on rank 0", end=", ")
+        parts = table(launches, "part")
+        operations = sum(parts[part]["tflop"] * n for part, n in facts["repeats"].items())
+        print(f"{operations / 1e3:.2f} PFLOP on rank 0", end=", ")
     else:
         return {}
-    print(
-        f"modelled: {total:.1f} s for the challenge's {CHALLENGE_TOKENS:,} targets on {ranks} GPUs"
-    )
+    targets = f"the challenge's {CHALLENGE_TOKENS:,} targets"
+    print(f"modelled: {total:.1f} s for {targets} on {ranks} GPUs")
     return {"challenge_seconds": round(total, 1)}
 
 
@@ -575,87 +471,54 @@ def price_orders(options: dict, launches: list[dict]) -> dict[str, dict]:
     return {"orders": rows}
 
 
-def print_difference(first: list[dict], second: list[dict], top: int) -> None:
+def print_difference(first: list[dict], second: list[dict]) -> None:
     """What the second variant adds and saves, kernel by kernel."""
     before, after = (table(launches, "part kind name") for launches in (first, second))
     changes = []
     for name in before.keys() | after.keys():
-        old = before.get(name, {"launches": 0, "gb": 0.0, "ms": 0.0})
-        new = after.get(name, {"launches": 0, "gb": 0.0, "ms": 0.0})
-        change = {key: new[key] - old[key] for key in old if key != "tflop"}
-        if any(abs(value) > 1e-6 for value in change.values()):
-            changes.append((change["ms"], change["gb"], change["launches"], name))
-    print(
-        f"\n{'difference, second minus first: ' + str(len(changes)) + ' kernels':76}{'launches':>9}{'GB':>10}{'ms':>9}"
-    )
-    for ms, gb, count, name in sorted(changes, key=lambda row: -abs(row[0]))[:top]:
+        change = [after[name][key] - before[name][key] for key in ("launches", "gb", "ms")]
+        if any(abs(value) > 1e-6 for value in change):
+            changes.append((name, *change))
+    title = f"difference, second minus first: {len(changes)} kernels"
+    print(f"\n{title:76}{'launches':>9}{'GB':>10}{'ms':>9}")
+    total = [sum(change[i] for change in changes) for i in (1, 2, 3)]
+    shown = sorted(changes, key=lambda change: -abs(change[3]))[:TOP]
+    for name, count, gb, ms in (*shown, ("all", *total)):
         print(f"  {name[:74]:74}{count:+9d}{gb:+10.3f}{ms:+9.3f}")
-    print(
-        f"  {'all':74}{sum(c[2] for c in changes):+9d}{sum(c[1] for c in changes):+10.3f}", end=""
-    )
-    print(f"{sum(c[0] for c in changes):+9.3f}")
 
 
 def parse_knobs(words: list[str]) -> dict[str, str]:
     """KNOB=VALUE pairs. Raises UserError for another word."""
-    wrong = [word for word in words if not re.fullmatch(r"[A-Z0-9_]+=\S*", word)]
-    if wrong:
-        raise UserError(f"{wrong[0]!r} is not KNOB=VALUE")
+    for word in words:
+        require(re.fullmatch(r"[A-Z0-9_]+=\S*", word), f"{word!r} is not KNOB=VALUE")
     return dict(word.split("=", 1) for word in words)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("knobs", nargs="*", metavar="KNOB=VALUE")
-    parser.add_argument("--against", help="KNOB=VALUE,... or another train_gpt.py, to compare with")
-    parser.add_argument(
-        "--script", type=Path, default=ROOT / "train_gpt.py", help="default: this repository's"
-    )
-    parser.add_argument(
-        "--work", choices=("step", "update", "gptq", "eval", "ttt_sgd", "ttt_lora"), default="step"
-    )
-    parser.add_argument("--qat", action="store_true", help="a step of late QAT")
-    parser.add_argument(
-        "--seq-len", type=int, default=0, help="tokens of a sequence; default: TRAIN_SEQ_LEN"
-    )
-    parser.add_argument(
-        "--ranks", type=int, default=8, help="GPUs that share the batch; default: 8"
-    )
-    parser.add_argument("--torch", choices=CUDA, default="2.9.1", help="default: 2.9.1")
-    parser.add_argument("--top", type=int, default=15, help="kernels to show; default: 15")
-    parser.add_argument(
-        "--home",
-        type=program.output_folder,
-        default=HOME,
-        help="environment and results; default: %(default)s",
-    )
+    parser = program.parser(__doc__)
+    add, works = parser.add_argument, ("step", "update", "gptq", "eval", "ttt_sgd", "ttt_lora")
+    add("knobs", nargs="*", metavar="KNOB=VALUE")
+    add("--against", help="KNOB=VALUE,... or another train_gpt.py, to compare with")
+    add("--script", type=Path, default=ROOT / "train_gpt.py", help="default: this repository's")
+    add("--work", choices=works, default="step")
+    add("--ranks", type=int, default=8, help="GPUs that share the batch; default: 8")
+    add("--torch", choices=CUDA, default="2.9.1", help="default: 2.9.1")
     arguments = parser.parse_args()
-    options = {
-        "script": str(arguments.script.resolve()),
-        "work": arguments.work,
-        "knobs": parse_knobs(arguments.knobs),
-        "ranks": arguments.ranks,
-        "qat": arguments.qat,
-        "seq_len": arguments.seq_len,
-    }
+    options = {"work": arguments.work, "ranks": arguments.ranks}
+    options["script"] = str(arguments.script.resolve())
+    options["knobs"] = parse_knobs(arguments.knobs)
     variants = [options]
     if arguments.against and Path(arguments.against).is_file():
         variants.insert(0, options | {"script": str(Path(arguments.against).resolve())})
     elif arguments.against:
         variants.insert(0, options | {"knobs": parse_knobs(arguments.against.split(","))})
     for variant in variants:
-        if not Path(variant["script"]).is_file():
-            raise UserError(f"{variant['script']} is not a file: give a version of train_gpt.py")
-    home = arguments.home.resolve()
-    traces = [trace(home, arguments.torch, variant) for variant in variants]
-    results = [
-        report(variant, found, arguments.top)
-        for variant, found in zip(variants, traces, strict=True)
-    ]
+        path = variant["script"]
+        require(Path(path).is_file(), f"{path} is not a file: give a version of train_gpt.py")
+    traces = [trace(HOME, arguments.torch, variant) for variant in variants]
+    results = [report(*pair) for pair in zip(variants, traces, strict=True)]
     if len(traces) == 2:
-        print_difference(launches_of(traces[0]), launches_of(traces[1]), arguments.top)
+        print_difference(*map(launches_of, traces))
     line = {"modelled": True, "variant": describe(options)} | results[-1]
     if len(results) == 2:
         line["against"] = {"variant": describe(variants[0])} | results[0]

@@ -16,8 +16,7 @@ its matrices, embeddings included, are rounded in each way:
 and by tools/quantise.py to the same bytes. Bytes are those of all weights: packed codes, scales and
 zeros, and 2 for each other number; ours are those of the file. `lost` is the mean of the losses of
 w + D and w - D, less the loss of w, in nats per token of the validation shard: weights w, errors D.
-So the part that is linear in the errors, which has either sign, cancels. `kl` is the divergence of
-the model of w + D from that of w on the same tokens, in nats per token: it has less noise.
+`kl` is the divergence of the model of w + D from that of w, in nats per token: it has less noise.
 
 With --papers the matrices of the layers alone are rounded, and tables (embeddings, heads) stay as they
 are, in the ways that PAPERS lists, built from their papers, and "as exported" by train_gpt.py and
@@ -238,9 +237,7 @@ def layers_of(subject: Subject, exported: bool = False) -> Layers:
         weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
         made = train_gpt.make_quantisers(weights, model.hp, subject.calibration)
         layers = range(model.hp.num_layers)
-        groups = [
-            ([f"{kind} {i}" for kind in kinds for i in layers], q) for kinds, q in made.items()
-        ]
+        groups = [([f"{k} {i}" for k in kinds for i in layers], q) for kinds, q in made.items()]
 
         def views(tensors):
             parts = {k.name: train_gpt.bank_part(tensors[k.bank], k) for k in train_gpt.MATRICES}
@@ -275,9 +272,8 @@ def torchao(rows: Tensor, bits: int, group: int = 32) -> Rounded:
     kind = getattr(torch, f"int{bits}")
     quantize_(linear, IntxWeightOnlyConfig(weight_dtype=kind, granularity=PerGroup(group)))
     back = linear.weight.dequantize().detach()  # also of a weight that it has left as it was
-    train_gpt.require(
-        not back.equal(rows), f"torchao has not rounded a matrix {tuple(rows.shape)}: update it"
-    )
+    left = f"torchao has not rounded a matrix {tuple(rows.shape)}: update it"
+    train_gpt.require(not back.equal(rows), left)
     return back, rows.numel() * (bits / 8 + 2 / group)
 
 
@@ -291,13 +287,11 @@ def hqq(rows: Tensor, bits: int, group: int = 64) -> Rounded:
 
 
 def gptq(rows: Tensor, hessian: Tensor, ratio: float, damping: float = 0.01) -> Rounded:
-    """By train_gpt.py's GPTQ and coder, without a trellis, in steps of so many deviations of a
-    row."""
+    """By train_gpt.py's GPTQ and coder, in steps of so many deviations of a row."""
     steps = (ratio * rows.std(dim=1, keepdim=True)).half().float().clamp(min=1e-6)[None]
     order = train_gpt.inverse_factor(train_gpt.damped(hessian[None], damping))
-    integers = train_gpt.gptq(
-        rows[None], *order, steps, lambda column: (column / steps).round().clamp(-2047, 2047)
-    )
+    to_codes = lambda column: (column / steps).round().clamp(-2047, 2047)  # noqa: E731
+    integers = train_gpt.gptq(rows[None], *order, steps, to_codes)
     codes = train_gpt.encode_ans(integers.short().numpy())
     return (integers * steps)[0], len(codes) + 2 * len(rows)
 
@@ -305,19 +299,12 @@ def gptq(rows: Tensor, hessian: Tensor, ratio: float, damping: float = 0.01) -> 
 def ways(model: nn.Module, calibration: quantise.Calibration) -> Iterator[tuple[str, Callable]]:
     """(name, function of a matrix's name and rows that returns `Rounded`)."""
     matrices = quantise.matrices_of(model)
+    plain = {f"group {group}": functools.partial(nearest, group=group) for group in (32, 64)}
     libraries = {"torchao": torchao, "hqq": hqq}
+    plain |= {name: way for name, way in libraries.items() if importlib.util.find_spec(name)}
     for bits in BITS:
-        for group in (32, 64):
-            yield (
-                f"group {group}, {bits} bits",
-                lambda _, rows, bits=bits, group=group: nearest(rows, bits, group),
-            )
-        for name, library in libraries.items():
-            if importlib.util.find_spec(name):
-                yield (
-                    f"{name}, {bits} bits",
-                    lambda _, rows, bits=bits, library=library: library(rows, bits),
-                )
+        for name, way in plain.items():
+            yield f"{name}, {bits} bits", lambda _, rows, bits=bits, way=way: way(rows, bits)
 
     def steps_of_2135(name, rows, factor):
         mlp = "mlp" in name or name in ("layers.0.weight", "layers.2.weight")  # of Context
@@ -384,11 +371,10 @@ def compare(subject: Subject) -> list[dict]:
         row |= judge(subject, rounded)
         row |= {f"our_{key}": value for key, value in judge(subject, tensors).items()}
         rows.append(row)
-        print(
-            f"{way:20}{row['bits']:7.2f} bits, lost{row['lost']:10.5f}, kl{row['kl']:10.5f}; ours "
-            f"{8 * row['our_bytes'] / count:5.2f}{row['our_lost']:10.5f}{row['our_kl']:10.5f}",
-            flush=True,
-        )
+        theirs = f"{row['bits']:7.2f} bits, lost{row['lost']:10.5f}, kl{row['kl']:10.5f}"
+        bits = 8 * row["our_bytes"] / count
+        found = f"{bits:5.2f}{row['our_lost']:10.5f}{row['our_kl']:10.5f}"
+        print(f"{way:20}{theirs}; ours {found}", flush=True)
     return rows
 
 
@@ -465,8 +451,7 @@ class Kronecker:
         return columns * 10 / math.log(10), (rows - self.least) * 10 / math.log(10)
 
     def steps(self, level: float) -> Tensor:
-        """(N, R or 1, 1), like train_gpt.Quantiser's: `level` is what a weight costs, unless steps
-        are by bits."""
+        """(N, R or 1, 1). `level` is what a weight costs, unless steps are by bits."""
         over = 2 if self.form.steps == "rows" else (1, 2)
         deviation = self.turned.square().mean(dim=over, keepdim=True).add(1e-30).sqrt()
         largest = self.turned.abs().amax(dim=over, keepdim=True)
@@ -544,8 +529,7 @@ def output_factors(subject: Subject, views: Callable) -> dict[str, Tensor]:
 
 
 def counted(subject: Subject) -> int:
-    """The weights by whose number the costs of a calibration are multiplied: all, or all that
-    tools/quantise.py rounds."""
+    """The weights by whose number the costs of a calibration are multiplied."""
     parameters = subject.model.parameters()
     if not isinstance(subject.model, train_gpt.GPT):
         matrices, squares = quantise.matrices_of(subject.model), subject.calibration.squares
@@ -554,8 +538,7 @@ def counted(subject: Subject) -> int:
 
 
 def level_of(bits: float, rounders: list[Kronecker | Exported]) -> float:
-    """With which the codes of all matrices have about this many bits per weight, if the weights are
-    Gaussian."""
+    """With which the codes of all matrices have about this many bits, if weights are Gaussian."""
     count = sum(one.rows.numel() for one in rounders)
 
     def bits_at(level):
@@ -580,8 +563,7 @@ def at_bits(points: list[tuple[float, float]]) -> np.ndarray:
 
 
 def compare_papers(subject: Subject) -> list[dict]:
-    """Print and return a row for each way and size, then print `kl` at equal bits, on the first
-    32,768 tokens."""
+    """Print and return a row for each way and size, then print `kl` at equal bits."""
     subject = subject._replace(held_out=subject.held_out[:4])
     plain, views = layers_of(subject)
     outputs, weights = output_factors(subject, views), dict(subject.model.named_parameters())
@@ -589,13 +571,10 @@ def compare_papers(subject: Subject) -> list[dict]:
     ways = [*PAPERS, "as exported"]
     for way in ways:
         if way in PAPERS:
-            groups = plain
-            rounders = [
-                Kronecker(
-                    one.rows, one.damped, torch.stack([outputs[n] for n in names]), PAPERS[way]
-                )
-                for names, one in groups
-            ]
+            groups, rounders = plain, []
+            for names, one in plain:
+                output = torch.stack([outputs[name] for name in names])
+                rounders.append(Kronecker(one.rows, one.damped, output, PAPERS[way]))
             shares = [(*one.distance(), one.rows[0].numel() / count) for one in rounders]
             away = [sum(float(share[i].sum()) * share[2] for share in shares) for i in (0, 1)]
             print("{}: {:.2f} dB by columns, {:.2f} by rows".format(way, *away), flush=True)
@@ -619,11 +598,9 @@ def compare_papers(subject: Subject) -> list[dict]:
             row = {"model": subject.name, "way": way, "codes": 8 * size / count}
             row |= {"bits": row["codes"] + side, "expected": expected, **judge(subject, rounded)}
             rows.append(row)
-            print(
-                f"{way:22}{row['bits']:7.2f} bits, {row['codes']:.2f} of codes, lost"
-                f"{row['lost']:10.6f}, kl{row['kl']:10.6f}, expected{expected:10.6f}",
-                flush=True,
-            )
+            found = f"lost{row['lost']:10.6f}, kl{row['kl']:10.6f}, expected{expected:10.6f}"
+            bits = f"{row['bits']:7.2f} bits, {row['codes']:.2f} of codes"
+            print(f"{way:22}{bits}, {found}", flush=True)
     for measure in ("bits", "codes"):
         print(f"kl at {SHOWN} {measure} per weight")
         for way in ways:

@@ -65,13 +65,11 @@ def read_gguf(path: Path) -> tuple[nn.Module, Callable]:
     advice = "give a whole GGUF file of a causal model that transformers knows, and pip install "
     advice += "accelerate gguf"
     with train_gpt.as_user_error(f"cannot load {path}", advice, Exception):
-        read, report = AutoModelForCausalLM.from_pretrained(
-            path.parent, output_loading_info=True, **options
-        )
+        told = {"output_loading_info": True}
+        read, report = AutoModelForCausalLM.from_pretrained(path.parent, **told, **options)
         lacking = [*report["missing_keys"], *report["mismatched_keys"]]  # random, with a warning
-        train_gpt.require(
-            not lacking, f"it lacks {len(lacking)} tensors of the model, such as {lacking[:1]}"
-        )
+        few = f"it lacks {len(lacking)} tensors of the model, such as {lacking[:1]}"
+        train_gpt.require(not lacking, few)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
     config = read.config.to_dict()
     config.pop("quantization_config", None)
@@ -154,19 +152,13 @@ def judge(
 
 
 @torch.no_grad()
-def compare(
-    model: nn.Module,
-    calibration: quantise.Calibration | None,
-    batches: list[Tensor],
-    names: list[str],
-    bits: list[float],
-) -> list[dict]:
-    """Print and return two rows for each way: with all matrices, and without tables."""
+def compare(model: nn.Module, calibration, batches: list[Tensor], *chosen) -> list[dict]:
+    """Print and return two rows for each of the chosen `ways`: all matrices, and without tables."""
     matrices, result = quantise.matrices_of(model), []
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     tables = {end.weight for end in ends}  # one if they are tied
     last = [model.base_model(rows[:, :-1]).last_hidden_state for rows in batches]
-    for way, function in ways(model, calibration, names, bits):
+    for way, function in ways(model, calibration, *chosen):
         began, rounded = time.perf_counter(), function()
         seconds = time.perf_counter() - began
         layers = [name for name in rounded.tensors if matrices[name].parameter not in tables]
@@ -182,9 +174,8 @@ def compare(
                 row["expected"] = sum(rounded.expected[name] for name in part)
             result.append(row)
             numbers = {key: round(row[key], 5) for key in (*found, "expected") if key in row}
-            print(
-                f"{way:17} {what:10} {row['bits']:.3f} bits, {numbers}, {seconds:.0f} s", flush=True
-            )
+            bits = f"{row['bits']:.3f} bits"
+            print(f"{way:17} {what:10} {bits}, {numbers}, {seconds:.0f} s", flush=True)
     return result
 
 
@@ -199,9 +190,8 @@ def main() -> None:
     arguments = parser.parse_args()
     texts = {split: quantise.read_text(arguments.texts / f"{split}.txt") for split in ROWS}
     model, tokenizer = read_gguf(arguments.gguf)
-    train, val = (
-        quantise.to_rows(tokenizer, texts[split], LENGTH, most) for split, most in ROWS.items()
-    )
+    sizes = ROWS.items()
+    train, val = (quantise.to_rows(tokenizer, texts[name], LENGTH, most) for name, most in sizes)
     quantise.check_rows(model, LENGTH, torch.cat([train, val]))
     count = train_gpt.count_numbers(model.parameters())
     print(f"{count:,} weights, {quantise.mean_loss(model, val):.4f} nats per token", flush=True)

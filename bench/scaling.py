@@ -122,8 +122,7 @@ class Step(NamedTuple):
 # ---- Bytes, counted ------------------------------------------------------------------------------
 @contextlib.contextmanager
 def pretended(rank: int, ranks: int, shard_ranks: int) -> Iterator[Comm]:
-    """One of `ranks` ranks in torch's fake process group, whose collectives accept every call and
-    move nothing."""
+    """One of `ranks` ranks in torch's fake process group, whose collectives move nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         comm = Comm(rank, ranks)
@@ -136,8 +135,7 @@ def pretended(rank: int, ranks: int, shard_ranks: int) -> Iterator[Comm]:
 def count(
     hp: Hyperparameters, ranks: int, shard_ranks: int, dtype=torch.bfloat16, rank: int = 0
 ) -> Step:
-    """A step of the real optimizer as one of `ranks` ranks, with every collective that it
-    starts."""
+    """A step of the real optimizer as one of `ranks` ranks, with its collectives."""
     calls: list[Call] = []
     start = Comm.start
 
@@ -152,23 +150,16 @@ def count(
         group = "all" if len(members) == ranks else inner
         nbytes = max(tensor.nbytes for tensor in (out, *source))
         calls.append(Call(kind, group, members, nbytes))
-        return lambda: (
-            None
-        )  # torch 2.9's fake group refuses meta tensors, which hold nothing anyway
+        # torch 2.9's fake group refuses meta tensors, which hold nothing anyway.
+        return lambda: None
 
-    with (
-        pretended(rank, ranks, shard_ranks) as whole,
-        torch.device("meta"),
-        mock.patch.object(Comm, "start", noted),
-    ):
+    patched = mock.patch.object(Comm, "start", noted)
+    with pretended(rank, ranks, shard_ranks) as whole, torch.device("meta"), patched:
         weights = {bank: torch.empty(train_gpt.bank_shape(bank, hp)) for bank in BANKS}
         optimizer = ParallelMuon(GPT(hp, None, dtype), weights, hp, whole)
         optimizer.step(lr_scale=1.0, momentum=0.9)
-    return Step(
-        calls,
-        [tuple(shard.master.shape) for shard in optimizer.banks.values()],
-        hp.muon_backend_steps,
-    )
+    owned = [tuple(shard.master.shape) for shard in optimizer.banks.values()]
+    return Step(calls, owned, hp.muon_backend_steps)
 
 
 # ---- Curves --------------------------------------------------------------------------------------
@@ -188,22 +179,18 @@ def curves(machine: Machine) -> dict[str, list[dict]]:
     alone = count(hp, 1, 1)
     for ranks in worlds:
         steps = {way: count(hp, ranks, shard_ranks(ranks)) for way, shard_ranks in WAYS.items()}
-        tokens = {
-            "weak": SHARE * (ranks in WORLDS),
-            "fixed": sequences(hp, ranks) * hp.train_seq_len,
-        }
-        for kind, batch in (("weak", SHARE), ("fixed", hp.train_batch_tokens)):
-            if tokens[kind]:
-                rates = (sum_up(steps[way], alone, machine, tokens[kind], batch) for way in WAYS)
-                found[kind].append(
-                    {"ranks": ranks, "tokens": tokens[kind], **dict(zip(WAYS, rates, strict=True))}
-                )
+        fixed = sequences(hp, ranks) * hp.train_seq_len, hp.train_batch_tokens
+        shares = {"weak": (SHARE * (ranks in WORLDS), SHARE), "fixed": fixed}
+        for kind, (tokens, batch) in shares.items():
+            rates = {
+                w: sum_up(s, alone, machine, tokens, batch) for w, s in steps.items() if tokens
+            }
+            found[kind] += [{"ranks": ranks, "tokens": tokens, **rates}] * bool(tokens)
     return found
 
 
 def sum_up(step: Step, alone: Step, machine: Machine, tokens: int, batch: int) -> dict[str, float]:
-    """A step in figures. `speed` is a rank's, relative to a single rank that takes the step with
-    `batch` tokens."""
+    """A step in figures. `speed` is a rank's, relative to one that takes all of `batch` alone."""
     parts = step.modelled(machine, tokens)
     single = alone.modelled(machine, batch)
     total = parts["passes"] + parts["update"]
@@ -234,27 +221,27 @@ def print_calls(ranks: int, way: str) -> list[dict]:
 def print_curve(title: str, rows: list[dict]) -> None:
     """Print bytes that a rank sends, step and relative speed of a rank, for each way."""
     print(f"\nmodelled, {title}\n{'':16}" + "".join(f"{way:>32}" for way in WAYS))
-    print(
-        f"{'ranks':>6}{'tokens':>10}" + f"{'MB sent':>12}{'step ms':>10}{'speed':>10}" * len(WAYS)
-    )
+    head = f"{'MB sent':>12}{'step ms':>10}{'speed':>10}" * len(WAYS)
+    print(f"{'ranks':>6}{'tokens':>10}{head}")
     for row in rows:
-        figures = "".join(
-            f"{row[way]['sent_bytes'] / 1e6:12,.1f}{row[way]['step_ms']:10.2f}{row[way]['speed']:10.3f}"
-            for way in WAYS
-        )
-        print(f"{row['ranks']:6,}{row['tokens']:10,}{figures}")
+        print(f"{row['ranks']:6,}{row['tokens']:10,}", end="")
+        for step in map(row.get, WAYS):
+            sent = step["sent_bytes"] / 1e6
+            print(f"{sent:12,.1f}{step['step_ms']:10.2f}{step['speed']:10.3f}", end="")
+        print()
 
 
 def assumptions(machine: Machine) -> str:
     """What the times rest on, in words."""
     near, far = (1e6 * alpha for alpha in machine.alpha)
     inside, between = (beta / 1e9 for beta in machine.beta)
-    return (
-        f"Assumed: {1e3 * SHARE * machine.token:.1f} ms for forward and backward of {SHARE:,} tokens, proportional to "
-        f"tokens;\n{machine.flops / 1e12:.0f} TFLOP/s in Newton-Schulz, {1e3 * machine.floor:.1f} ms for the rest of "
-        f"the update; no overlap; no stragglers;\nnodes of {machine.node} GPUs; within a node {near:.0f} us per hop "
-        f"and {inside:.0f} GB/s per GPU, between nodes {far:.0f} us and {between:g} GB/s."
-    )
+    passes, floor = 1e3 * SHARE * machine.token, 1e3 * machine.floor
+    return f"""\
+Assumed: {passes:.1f} ms for forward and backward of {SHARE:,} tokens, proportional to tokens;
+{machine.flops / 1e12:.0f} TFLOP/s in Newton-Schulz, {floor:.1f} ms for the rest of the update; no \
+overlap; no stragglers;
+nodes of {machine.node} GPUs; within a node {near:.0f} us per hop and {inside:.0f} GB/s per GPU, \
+between nodes {far:.0f} us and {between:g} GB/s."""
 
 
 def draw(found: dict[str, list[dict]], machine: Machine, output: Path) -> None:
@@ -266,24 +253,20 @@ def draw(found: dict[str, list[dict]], machine: Machine, output: Path) -> None:
 
     hp = Hyperparameters()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
-    titles = {
-        "weak": f"weak scaling: {SHARE:,} tokens per rank",
-        "fixed": f"{hp.train_batch_tokens:,} tokens in all",
-    }
+    titles = {"weak": f"weak scaling: {SHARE:,} tokens per rank"}
+    titles["fixed"] = f"{hp.train_batch_tokens:,} tokens in all"
     for axis, (kind, title) in zip(axes, titles.items(), strict=True):
         ranks = [row["ranks"] for row in found[kind]]
         for way, marker in zip(WAYS, "sxo", strict=True):
             speeds = [row[way]["speed"] for row in found[kind]]
             axis.plot(ranks, speeds, marker=marker, ms=4, lw=1.4, label=way)
         axis.set_xscale("log", base=2)
-        axis.set(
-            title=title, xlabel="ranks (H100s)", xlim=(0.8, 1280), xticks=WORLDS, xticklabels=WORLDS
-        )
+        axis.set(title=title, xlabel="ranks (H100s)", xlim=(0.8, 1280))
+        axis.set(xticks=WORLDS, xticklabels=WORLDS)
         axis.grid(alpha=0.3)
     axes[0].axhline(AIM, ls="--", lw=1, color="gray", label=f"aim at 1,024 ranks: {AIM}")
-    axes[0].set(
-        ylabel="speed per rank, one rank = 1", ylim=(min(0.75, axes[0].get_ylim()[0]), 1.02)
-    )
+    axes[0].set_ylabel("speed per rank, one rank = 1")
+    axes[0].set_ylim(min(0.75, axes[0].get_ylim()[0]), 1.02)
     axes[1].set_ylim(0, 1.05)
     axes[0].legend(frameon=False, loc="lower left")
     most = found["fixed"][-1]["ranks"]
@@ -336,15 +319,11 @@ def check(rounds: int) -> list[dict]:
     measured = {mesh: run_ranks(*mesh, rounds) for mesh in meshes}
     small, large = (measured[2, 2][str(nbytes)] for nbytes in FIT_BYTES)  # 2 hops each
     alpha, beta = small / 2, FIT_BYTES[1] / max(1e-9, large - small)
-    machine = Machine(
-        0.0, 1.0, 0.0, max(ranks for ranks, _ in meshes), (alpha, 0.0), (beta, 0.0), tree=False
-    )
-    machine = machine._replace(
-        flops=count(hp, 1, 1, dtype).modelled(machine, 0)["update"] / measured[1, 1]["update"]
-    )
-    print(
-        f"{hp.train_batch_tokens} tokens per step, alpha {1e6 * alpha:.0f} us, beta {beta / 1e9:.2f} GB/s"
-    )
+    machine = Machine(0.0, 1.0, 0.0, 4, (alpha, 0.0), (beta, 0.0), tree=False)
+    work = count(hp, 1, 1, dtype).modelled(machine, 0)["update"]
+    machine = machine._replace(flops=work / measured[1, 1]["update"])
+    fitted = f"alpha {1e6 * alpha:.0f} us, beta {beta / 1e9:.2f} GB/s"
+    print(f"{hp.train_batch_tokens} tokens per step, {fitted}")
     print(f"{'ms':26}{'passes':>10}{'update':>10}{'step':>10}")
     rows = []
     for ranks, shard_ranks in meshes:

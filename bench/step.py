@@ -7,10 +7,9 @@
 
 The model is that of the environment's knobs; tokens are random, which costs what real ones cost.
 With --of W this process owns the rows of one of W ranks and does its part of the optimizer's work,
-without collectives (bench/scaling.py models them). The variants take turns within a round, so a
-slowdown of the machine affects all of them. Prints medians in milliseconds; `ratio` is the median
-over rounds of the first row's forward and backward over this row's. `step` also contains what
-belongs to no part, such as zeroing the gradients. The last line is JSON.
+without collectives (bench/scaling.py models them). Prints medians in milliseconds; `ratio` is the
+median over rounds of the first row's forward and backward over this row's. `step` also contains
+what belongs to no part, such as zeroing the gradients. The last line is JSON.
 
     python bench/step.py --modes compiled --trace step.json    # opens in ui.perfetto.dev
 
@@ -84,26 +83,16 @@ class OneOf(train_gpt.Comm):
 class Variant:
     """A model and its optimizer, in `mode` eager or compiled, with `micro` tokens per forward."""
 
-    def __init__(
-        self,
-        mode: str,
-        micro: int,
-        hp: train_gpt.Hyperparameters,
-        runtime: train_gpt.Runtime,
-        batch: torch.Tensor,
-        ranks: int,
-    ):
-        self.mode, self.micro, self.runtime = mode, micro, runtime
+    def __init__(self, mode: str, micro: int, hp, runtime, batch: torch.Tensor, ranks: int):
+        self.name, self.runtime = f"{mode}, {micro} tokens", runtime
         self.parts = batch.split(max(1, micro // hp.train_seq_len))
-        compiled = mode == "compiled"
+        compiled, several = mode == "compiled", len(self.parts) > 1
         model = train_gpt.GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         weights = model.initialise(hp.seed)
-        self.forward = self.timed(
-            "forward", train_gpt.compile_blocks(model.to(runtime.device), compiled)
-        )
-        self.optimizer = train_gpt.ParallelMuon(
-            model, weights, hp, OneOf(0, ranks), len(self.parts) > 1, compiled
-        )
+        forward = train_gpt.compile_blocks(model.to(runtime.device), compiled)
+        self.forward = self.timed("forward", forward)
+        rank = OneOf(0, ranks)
+        self.optimizer = train_gpt.ParallelMuon(model, weights, hp, rank, several, compiled)
         for method, part in PHASES.items():
             setattr(self.optimizer, method, self.timed(part, getattr(self.optimizer, method)))
         average = train_gpt.WeightAverage(self.optimizer.owned, hp)
@@ -130,22 +119,20 @@ class Variant:
     def step(self) -> dict[str, float]:
         """Milliseconds of the parts of one step, and of all of it."""
         self.spent.clear()
-        self.timed("step", self._step)()
-        return dict(self.spent)
-
-    def _step(self) -> None:
         backward = self.timed("backward", self.backward)
-        for ids in self.parts:
-            backward(self.forward(ids[:, :-1], ids[:, 1:]) / len(self.parts))
-        self.optimizer.step(1.0, 0.9)
-        self.average(0, 1.0)
+
+        def whole() -> None:
+            for ids in self.parts:
+                backward(self.forward(ids[:, :-1], ids[:, 1:]) / len(self.parts))
+            self.optimizer.step(1.0, 0.9)
+            self.average(0, 1.0)
+
+        self.timed("step", whole)()
+        return dict(self.spent)
 
 
 def report_parts(
-    variants: list[Variant],
-    times: list[list[dict[str, float]]],
-    hp: train_gpt.Hyperparameters,
-    peak: float | None,
+    variants: list[Variant], times: list[list[dict[str, float]]], hp, peak: float | None
 ) -> None:
     """Print the table. `times` has a row per round and a column per variant."""
     columns = [*PARTS, "fwd+bwd", "step", "ktok/s", "GFLOP/s", *["mfu"] * bool(peak), "ratio"]
@@ -153,15 +140,14 @@ def report_parts(
     flops = flops_per_token(hp, hp.train_seq_len)
     passes = [[spent["forward"] + spent["backward"] for spent in row] for row in times]
     for column, variant in enumerate(variants):
-        found = {
-            part: statistics.median(row[column][part] for row in times) for part in (*PARTS, "step")
-        }
+        steps = [row[column] for row in times]
+        found = {p: statistics.median(step[p] for step in steps) for p in (*PARTS, "step")}
         found["fwd+bwd"] = statistics.median(row[column] for row in passes)
         found["ktok/s"] = hp.train_batch_tokens / found["step"]
         found["GFLOP/s"] = found["ktok/s"] * flops / 1e6
         found |= {"mfu": 1e9 * found["GFLOP/s"] / peak} if peak else {}
         found["ratio"] = statistics.median(row[0] / row[column] for row in passes)
-        table.row(f"{variant.mode}, {variant.micro} tokens", **found)
+        table.row(variant.name, **found)
     finish("step", rounds=len(times), rows=table.rows)
 
 
@@ -170,18 +156,16 @@ def compare(other: Path, knobs: dict[str, str], rounds: int) -> None:
     scripts = {str(other): load_script(other), "this train_gpt.py": train_gpt}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         hp = train_gpt.Hyperparameters.from_env(knobs)
-        tokens = np.random.default_rng(0).integers(
-            1, hp.vocab_size, size=max(1 << 20, 2 * hp.train_batch_tokens)
-        )
+        size = max(1 << 20, 2 * hp.train_batch_tokens)
+        tokens = np.random.default_rng(0).integers(1, hp.vocab_size, size=size)
         shards.write_shard(Path(folder, "fineweb_train_000000.bin"), tokens)
         variants = {}
         for name, script in scripts.items():
             hp = script.Hyperparameters.from_env({**knobs, "DATA_PATH": folder})
             runtime = stack.enter_context(script.Runtime.start(hp))
             variants[name] = whole_step(script, hp, runtime)
-        print(
-            f"torch {torch.__version__} {runtime.describe()} {hp.train_batch_tokens} tokens, rounds:{rounds}"
-        )
+        machine = f"torch {torch.__version__} {runtime.describe()}"
+        print(f"{machine} {hp.train_batch_tokens} tokens, rounds:{rounds}")
         rows = report("whole step", take_turns(variants, rounds, runtime.synchronize))
     finish("step", rounds=rounds, against=rows)
 
@@ -201,13 +185,10 @@ class Separate(train_gpt.GPT):
     def __init__(self, banked: train_gpt.GPT):
         super().__init__(banked.hp, banked.attend, banked.dtype)
         self.load_state_dict(banked.state_dict())
-        self.apart = {
-            kind.name: [
-                torch.nn.Parameter(matrix.clone()) for matrix in train_gpt.bank_part(bank, kind)
-            ]
-            for kind in train_gpt.MATRICES
-            for bank in [getattr(self, kind.bank).detach()]
-        }
+        self.apart = {}
+        for kind in train_gpt.MATRICES:
+            part = train_gpt.bank_part(getattr(self, kind.bank).detach(), kind)
+            self.apart[kind.name] = [torch.nn.Parameter(matrix.clone()) for matrix in part]
 
     def matrices(self, qat: bool = False) -> dict[str, torch.Tensor]:
         tables = [kind.name for kind in train_gpt.TABLES if kind.hessian]
@@ -220,11 +201,8 @@ class Separate(train_gpt.GPT):
         return found
 
 
-def compare_separate(
-    hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, rounds: int
-) -> tuple[float, float]:
-    """Time both in turns. Prints and returns the relative difference of their losses and the largest
-    one of their gradients."""
+def compare_separate(hp, runtime: train_gpt.Runtime, rounds: int) -> tuple[float, float]:
+    """Time both in turns. Returns the relative differences of losses and of gradients (largest)."""
     rows = hp.train_batch_tokens // hp.train_seq_len
     ids = torch.randint(hp.vocab_size, (rows, hp.train_seq_len + 1), device=runtime.device)
     banked = train_gpt.GPT(hp, runtime.attend, runtime.dtype).to(runtime.device)
@@ -237,10 +215,10 @@ def compare_separate(
         losses[name] = forward(ids[:, :-1], ids[:, 1:])
         losses[name].backward()
 
-    ways = {
-        name: functools.partial(both, name, train_gpt.compile_blocks(model, runtime.compiled))
-        for name, model in models.items()
-    }
+    ways = {}
+    for name, model in models.items():
+        forward = train_gpt.compile_blocks(model, runtime.compiled)
+        ways[name] = functools.partial(both, name, forward)
     report("forward and backward", take_turns(ways, rounds, runtime.synchronize))
     first, second = (loss.item() for loss in losses.values())
     worst = 0.0  # gradients are sums over the same number of turns
@@ -252,9 +230,7 @@ def compare_separate(
     return abs(first / second - 1), worst
 
 
-def measure_orthogonality(
-    hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, steps: int
-) -> dict[str, list[float]]:
+def measure_orthogonality(hp, runtime: train_gpt.Runtime, steps: int) -> dict[str, list[float]]:
     """The errors of Newton-Schulz by its coefficients, of all matrices in the last of `steps` steps
     of a training. Prints their mean and maximum."""
     step = whole_step(train_gpt, hp, runtime)
@@ -313,19 +289,13 @@ def main() -> None:
             for micro in arguments.micro
         ]
         for variant in variants:
-            print(
-                f"preparing {variant.mode} with {variant.micro} tokens per forward",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"preparing {variant.name} per forward", file=sys.stderr, flush=True)
             variant.step()
             variant.step()
         times = [[variant.step() for variant in variants] for _ in range(arguments.rounds)]
-        print(
-            f"torch {torch.__version__} {runtime.describe()} one of {arguments.of} ranks, "
-            f"{hp.train_batch_tokens} tokens, {flops_per_token(hp, hp.train_seq_len) / 1e6:.2f} MFLOP per token, "
-            f"rounds:{arguments.rounds}"
-        )
+        machine = f"torch {torch.__version__} {runtime.describe()} one of {arguments.of} ranks"
+        work = f"{flops_per_token(hp, hp.train_seq_len) / 1e6:.2f} MFLOP per token"
+        print(f"{machine}, {hp.train_batch_tokens} tokens, {work}, rounds:{arguments.rounds}")
         report_parts(variants, times, hp, peak_flops(runtime.device))
         if arguments.trace:
             with torch.profiler.profile() as profile:

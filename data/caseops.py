@@ -3,10 +3,8 @@ case.
 
     encode("The NASA probe of SpaceX") == "{TITLE}the{ALLCAPS} nasa probe of{TITLE} space{CAPNEXT}x"
 
-`decode(encode(text)) == text` for every string. The four operators are characters of Unicode's
-private use area and pieces of the tokenizer. They count no bytes (`ByteCounter`);
-every other character counts as many bytes as the one it stands for. Idea: CaseOps of the challenge;
-the grammar is ours (README.md).
+`decode(encode(text)) == text` for every string. The grammar is in README.md. Operators count no
+bytes (`ByteCounter`); every other character counts as many as the one it stands for.
 """
 
 import re
@@ -29,11 +27,8 @@ LITERALS = "".join(chr(ord(operator) + 16) for operator in CASE_OPERATORS)
 
 def letter_pairs() -> dict[str, str]:
     """Lower-case letters by upper-case letter: the pairs with a mapping in both directions and
-    equal UTF-8 lengths.
-
-    Only letters of Unicode 3.2 below U+10000 are in it. Unicode does not change their mappings any
-    more, so every version of Python has the same pairs.
-    """
+    equal UTF-8 lengths. They are those of Unicode 3.2 below U+10000, whose mappings do not change
+    any more, so every version of Python has the same pairs."""
     category = unicodedata.ucd_3_2_0.category
     pairs = {}
     for upper in map(chr, range(1 << 16)):
@@ -71,8 +66,7 @@ def encode(text: str) -> str:
 
 
 def decode(coded: str) -> str:
-    """The text that `encode` was given. In other strings, an operator that applies to nothing is
-    removed."""
+    """The text that `encode` was given. Operators that apply to nothing are removed."""
     return OPERATIONS.sub(lambda found: found.group()[1:].translate(PLAIN), coded)
 
 
@@ -87,8 +81,7 @@ class ByteCounter(train_gpt.ByteCounter):
 
 
 class Tokenizer:
-    """Text to tokens and back, with the operators of a CaseOps tokenizer. Raises UserError for what
-    is no tokenizer of so many pieces."""
+    """Text to tokens and back, with CaseOps operators. Raises UserError for another file."""
 
     def __init__(self, path: str, vocab_size: int):
         self.caseops = ByteCounter(path, vocab_size).caseops

@@ -6,14 +6,10 @@
     python data/download_fineweb.py --check                 # verify the files; needs no network
     python data/download_fineweb.py --variant sp8192        # 8,192 pieces, from the repository that has them
 
-The hub's client downloads into its cache: it resumes broken connections, waits while the hub limits
-requests, and keeps complete files after an interruption. The files are then linked (copied if the
-cache is on another file system) into data/datasets/fineweb10B_<variant>/ and data/tokenizers/,
-where train_gpt.py looks for them. Files are verified with the hub's checksums before the download,
-so correct ones are not downloaded again, and after it. As in the challenge's own script,
-MATCHED_FINEWEB_REPO_ID and MATCHED_FINEWEB_REMOTE_ROOT_PREFIX select another repository and another
-folder of it; HF_HOME moves the cache. If the repository has the exact bytes of the validation
-tokens (fineweb_val_bytes_NNNNNN.bin), they come too, as the score needs them.
+The hub's client downloads into its cache. The files are then linked (copied if the cache is on
+another file system) into data/datasets/fineweb10B_<variant>/ and data/tokenizers/, where
+train_gpt.py looks for them. Files are verified with the hub's checksums before the download, so
+correct ones are not downloaded again, and after it. data/README.md has the variants and variables.
 """
 
 import argparse
@@ -78,8 +74,7 @@ class Hub:
         self.here = {"repo_id": self.repository, "repo_type": "dataset"}
 
     def failing(self):
-        """A context in which the client's, its HTTP library's and the system's errors are one
-        sentence."""
+        """A context in which the client's and the system's errors are one sentence."""
         return train_gpt.as_user_error(
             f"could not get {self.repository} from the hub",
             "check the network, the disk and MATCHED_FINEWEB_REPO_ID, then start again (if the hub "
@@ -88,8 +83,7 @@ class Hub:
         )
 
     def tree(self) -> dict:
-        """The hub's entry of each file of the repository, by its path. `fetch` keeps to its
-        revision."""
+        """The hub's entry of each file, by its path. `fetch` keeps to its revision."""
         with self.failing():
             info = self.client.dataset_info(self.repository, files_metadata=True, timeout=20)
         self.here["revision"] = info.sha
@@ -100,9 +94,8 @@ class Hub:
         from tqdm.contrib.concurrent import thread_map  # the client brings it
 
         def fetched(path: str) -> Path:
-            return Path(
-                self.client.hf_hub_download(filename=path, force_download=again, **self.here)
-            )
+            get = self.client.hf_hub_download
+            return Path(get(filename=path, force_download=again, **self.here))
 
         with self.failing():
             return thread_map(fetched, paths, max_workers=8, desc="files", disable=len(paths) < 2)
@@ -129,28 +122,19 @@ def tokenizer_names(manifest: dict, variant: str) -> list[str]:
 
 
 def plan(hub: Hub, variant: str, train_shards: int, target: Path, documents: bool) -> list[Wanted]:
-    """The variant's files: tokenizer, training shards, validation with its bytes, and perhaps the
-    documents. Raises UserError."""
+    """The variant's files: tokenizer, shards, perhaps the documents. Raises UserError."""
     tree, name = hub.tree(), f"datasets/{dataset_name(variant)}"
     (manifest,) = hub.fetch([f"{hub.folder}/manifest.json"])
     own = sorted(path.removeprefix(f"{hub.folder}/") for path in tree)
     own = [path for path in own if path.startswith(f"{name}/fineweb_")]
-    if not own:
-        other = REPOSITORIES.get(variant, hub.repository)
-        raise UserError(
-            f"{hub.repository} has no variant {variant}: "
-            + (
-                f"set MATCHED_FINEWEB_REPO_ID={other}, which has it"
-                if other != hub.repository
-                else f"set --variant to one of {', '.join(REPOSITORIES)}"
-            )
-        )
+    other = REPOSITORIES.get(variant, hub.repository)
+    advice = f"set MATCHED_FINEWEB_REPO_ID={other}, which has it"
+    if other == hub.repository:
+        advice = f"set --variant to one of {', '.join(REPOSITORIES)}"
+    require(own, f"{hub.repository} has no variant {variant}: {advice}")
     train = [path for path in own if "_train_" in path]
-    require(
-        train_shards <= len(train),
-        f"{hub.repository} has {len(train)} training shards of {variant}, not {train_shards}: "
-        "lower --train-shards",
-    )
+    few = f"{hub.repository} has {len(train)} training shards of {variant}, not {train_shards}"
+    require(train_shards <= len(train), f"{few}: lower --train-shards")
     tokenizers = tokenizer_names(json.loads(manifest.read_bytes()), variant)
     paths = [f"tokenizers/{tokenizer}" for tokenizer in tokenizers]
     paths += train[:train_shards] + [path for path in own if "_val_" in path]
@@ -158,11 +142,8 @@ def plan(hub: Hub, variant: str, train_shards: int, target: Path, documents: boo
     files = []
     for path in paths:
         entry = tree.get(f"{hub.folder}/{path}")
-        require(
-            entry,
-            f"{hub.repository} lacks {hub.folder}/{path}: tell its owner, or name another repository "
-            "by MATCHED_FINEWEB_REPO_ID",
-        )
+        advice = "tell its owner, or name another repository by MATCHED_FINEWEB_REPO_ID"
+        require(entry, f"{hub.repository} lacks {hub.folder}/{path}: {advice}")
         sha256 = entry.lfs.sha256 if entry.lfs else ""
         files.append(Wanted(entry.rfilename, target / path, entry.size, sha256, entry.blob_id))
     return files
@@ -191,8 +172,7 @@ def not_there(files: Iterable[Wanted]) -> list[Wanted]:
 
 
 def have(files: list[Wanted], hub: Hub) -> int:
-    """Download and link what is missing or wrong. Returns the number of downloaded files. Raises
-    UserError."""
+    """Download and link what is missing or wrong. Returns the number of downloaded files."""
     missing = not_there(files)
     check_space(missing, Path(hub.client.constants.HF_HUB_CACHE))
     for folder in {file.local.parent for file in missing}:
@@ -209,44 +189,39 @@ def have(files: list[Wanted], hub: Hub) -> int:
                 except OSError:  # another file system
                     shutil.copyfile(source, partial)
         missing = not_there(missing)
-    wrong = f"{missing[0].local} has a wrong size or checksum after the download" if missing else ""
-    require(not missing, f"{wrong}: start again")
+    wrong = ", ".join(str(file.local) for file in missing[:1])
+    require(not missing, f"{wrong} has a wrong size or checksum after the download: start again")
     return fetched
 
 
 def record(files: list[Wanted], folder: Path, hub: Hub) -> None:
-    """Write the manifest of `folder` for train_gpt.py and --check. Shards downloaded earlier stay
-    in it."""
+    """Write the manifest of `folder`. Shards downloaded earlier stay in it."""
     before = (shards.read_manifest(folder) or {"files": {}})["files"]
     entries = {name: entry for name, entry in before.items() if (folder / name).is_file()}
     for file in files:
         if file.local.parent == folder:
             tokens = len(train_gpt.read_shard(file.local))
             entries[file.local.name] = {"bytes": file.size, "tokens": tokens, "sha256": file.sha256}
-    model = [file.local for file in files if file.local.suffix == ".model"]
-    shards.write_manifest(
-        folder,
-        made_by={"tool": "download_fineweb.py", "repository": hub.repository, "folder": hub.folder},
-        **({"tokenizer": shards.tokenizer_entry(model[0], folder)} if model else {}),
-        files=dict(sorted(entries.items())),
-    )
+    origin = {"tool": "download_fineweb.py", "repository": hub.repository, "folder": hub.folder}
+    facts = {"made_by": origin, "files": dict(sorted(entries.items()))}
+    for file in files:
+        if file.local.suffix == ".model":
+            facts["tokenizer"] = shards.tokenizer_entry(file.local, folder)
+    shards.write_manifest(folder, **facts)
 
 
 def check(folder: Path) -> str:
-    """Verify every byte of the files of `folder` with its manifest. Returns a summary. Raises
-    UserError."""
+    """Verify every byte of `folder` with its manifest. Returns a summary. Raises UserError."""
     manifest = shards.read_manifest(folder)
-    require(
-        manifest,
-        f"{folder} has no {shards.MANIFEST}: run this script without --check to download the data",
-    )
+    advice = "run this script without --check to download"
+    require(manifest, f"{folder} has no {shards.MANIFEST}: {advice} the data")
     wrong = shards.problems(folder, manifest)
     if entry := manifest.get("tokenizer"):
         path = folder / entry["path"]
         if not path.is_file() or shards.file_sha256(path) != entry["sha256"]:
             wrong.append(f"{path} is missing or is not the tokenizer of the shards")
     wrong += shards.strangers(folder, manifest, (path.name for path in folder.glob("*.bin")))
-    require(not wrong, "; ".join(wrong) + ": run this script without --check to download again")
+    require(not wrong, f"{'; '.join(wrong)}: {advice} again")
     return f"checksums are right: {len(manifest['files'])} shards in {folder}"
 
 
@@ -265,8 +240,8 @@ def download(arguments: argparse.Namespace, folder: Path) -> str:
     with shards.locked(folder):
         fetched = have(files, hub)
         record(files, folder, hub)
-    size = sum(file.size for file in files)
-    return f"complete: {len(files)} files, {fetched} of them downloaded now, {size:,} bytes, in {folder}"
+    counts = f"{len(files)} files, {fetched} of them downloaded now"
+    return f"complete: {counts}, {sum(file.size for file in files):,} bytes, in {folder}"
 
 
 def end(*_) -> None:

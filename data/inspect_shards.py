@@ -4,9 +4,7 @@ validation.
 
     python data/inspect_shards.py data/datasets/fineweb10B_sp1024 --tokenizer data/tokenizers/fineweb_1024_bpe.model
 
-Prints for every file its tokens, largest token and documents, and whether its sha256 is that in
-manifest.json; for each split its documents, bytes and repeated documents; the number of documents
-in both splits; and some decoded samples. The exit status is non-zero if anything is wrong.
+The exit status is non-zero if anything is wrong.
 """
 
 import functools
@@ -35,13 +33,11 @@ class SplitReport:
         self.split = split
         self.stream = train_gpt.TokenStream(str(folder), split, 65536)
         self.shards = [train_gpt.read_shard(path) for path in self.stream.paths]
-        self.largest = [int(shard.max()) for shard in self.shards]
-        self.starts = [int(np.count_nonzero(shard == BOS)) for shard in self.shards]
+
         self.hashes = np.fromiter(map(document_hash, self.documents()), dtype=np.uint64)
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Tokens of each document without its BOS, across shards. Tokens before the first BOS are a
-        document too."""
+        """Tokens of each document without its BOS, across shards, also before the first BOS."""
         rest = np.empty(0, dtype=np.uint16)
         for number, shard in enumerate(self.shards):
             first, *parts = np.split(shard, np.flatnonzero(shard == BOS))
@@ -58,8 +54,7 @@ class SplitReport:
 
 
 def document_hash(tokens: np.ndarray) -> int:
-    """A 64-bit hash. Among 10 million documents, a collision has a probability of 3 in a
-    million."""
+    """A 64-bit hash. 10 million documents collide with a probability of 3 in a million."""
     return int.from_bytes(hashlib.blake2b(tokens, digest_size=8).digest())
 
 
@@ -81,44 +76,31 @@ def status_of(
     return status, wrong
 
 
-def find_tokenizer(given: Path | None, folder: Path, entry: dict) -> Path | None:
-    """The given tokenizer, or else that of the manifest's entry if it exists."""
-    if given is None and entry:
-        given = folder / entry["path"]
-        return given if given.is_file() else None
-    return given
-
-
 def describe_files(
     report: SplitReport, status: dict[str, str], pieces: sentencepiece.SentencePieceProcessor | None
 ) -> list[str]:
     """Print a line on each file. Returns sentences on those with tokens that `pieces` lacks."""
     wrong = []
-    for path, shard, largest, starts in zip(
-        report.stream.paths, report.shards, report.largest, report.starts, strict=True
-    ):
+    for path, shard in zip(report.stream.paths, report.shards, strict=True):
+        largest, starts = int(shard.max()), int(np.count_nonzero(shard == BOS))
         counts = f"{len(shard):,} tokens, largest {largest}, {starts:,} documents begin here"
         print(f"{path.name}: {counts}, {status[path.name]}")
         if pieces and largest >= pieces.vocab_size():
-            wrong.append(
-                f"{path} holds token {largest}, but the tokenizer has {pieces.vocab_size()} pieces"
-            )
+            few = f"the tokenizer has {pieces.vocab_size()} pieces"
+            wrong.append(f"{path} holds token {largest}, but {few}")
     return wrong
 
 
 def inspect(folder: Path, tokenizer: Path | None, samples: int = 3) -> list[str]:
-    """Print the report. Returns sentences on what is wrong. Raises UserError if a file cannot be
-    read."""
+    """Print the report. Returns sentences on what is wrong. Raises UserError."""
     manifest = shards.read_manifest(folder)
     reports = [SplitReport(folder, split) for split in ("train", "val")]
-    files = [
-        path
-        for split in ("train", "val", "val_bytes")
-        for path in train_gpt.shard_paths(folder, split)
-    ]
+    splits = ("train", "val", "val_bytes")
+    files = [path for split in splits for path in train_gpt.shard_paths(folder, split)]
     status, wrong = status_of(files, folder, manifest)
     entry = (manifest or {}).get("tokenizer", {})
-    tokenizer = find_tokenizer(tokenizer, folder, entry)
+    if tokenizer is None and entry and (folder / entry["path"]).is_file():
+        tokenizer = folder / entry["path"]
     pieces = counter = None
     if tokenizer:
         pieces = shards.load_tokenizer(tokenizer)
@@ -135,28 +117,23 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int = 3) -> list[str]
         except UserError as error:
             wrong.append(str(error))
     if counter and counter.caseops and not entry.get("caseops"):
-        print(
-            "the tokenizer has CaseOps operators of another grammar (README.md): no bytes and samples"
-        )
+        other = "the tokenizer has CaseOps operators of another grammar (README.md)"
+        print(f"{other}: no bytes and samples")
         pieces = counter = None
     exact = train_gpt.read_sidecar(folder, len(reports[1].stream))
     if exact is not None:
-        print(
-            f"val: {exact[1:].sum(dtype=np.int64):,} bytes by fineweb_val_bytes_*.bin, which the score uses"
-        )
+        count = exact[1:].sum(dtype=np.int64)
+        print(f"val: {count:,} bytes by fineweb_val_bytes_*.bin, which the score uses")
     for report in reports:
         print(describe(report, None if wrong else counter))
         if report.shards[0][0] != BOS:
-            first = report.stream.paths[0]
-            wrong.append(
-                f"{first} does not begin with BOS (token {BOS}): the start of its first document is missing"
-            )
+            first = f"{report.stream.paths[0]} does not begin with BOS (token {BOS})"
+            wrong.append(f"{first}: the start of its first document is missing")
     both = int(np.isin(reports[0].hashes, reports[1].hashes).sum())
     print(f"documents of train that are also in val: {both:,}")
     if both:
-        wrong.append(
-            f"{folder} has {both} training documents that are also in validation: split the data again"
-        )
+        found = f"{folder} has {both} training documents that are also in validation"
+        wrong.append(f"{found}: split the data again")
     if pieces and not wrong:
         show_samples(reports[1], functools.partial(text_of, pieces, counter), samples)
     elif not tokenizer:
@@ -167,16 +144,13 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int = 3) -> list[str]
 def describe(report: SplitReport, counter: caseops.ByteCounter | None) -> str:
     """A line on a split; bytes need a counter."""
     tokens, documents = len(report.stream), len(report.hashes)
-    files = len(report.shards)
-    mean = tokens / documents
-    line = f"{report.split}: {files} files, {tokens:,} tokens, {documents:,} documents ({mean:.1f} tokens each)"
+    counts = f"{len(report.shards)} files, {tokens:,} tokens, {documents:,} documents"
+    line = f"{report.split}: {counts} ({tokens / documents:.1f} tokens each)"
     if counter:
-        # Last token of the previous shard
-        before = [BOS, *(int(shard[-1]) for shard in report.shards)]
-        nbytes = sum(
-            int(counter.count(np.insert(shard, 0, last)).sum())
-            for last, shard in zip(before, report.shards, strict=False)
-        )
+        nbytes, last = 0, BOS  # token of the previous shard
+        for shard in report.shards:
+            nbytes += int(counter.count(np.insert(shard, 0, last)).sum())
+            last = int(shard[-1])
         line += f", {nbytes:,} bytes ({nbytes / tokens:.3f} per token)"
     return f"{line}, {report.repeated():,} documents repeated"
 
@@ -194,9 +168,8 @@ def show_samples(report: SplitReport, decode: Callable[[np.ndarray], str], sampl
     chosen = set(np.linspace(0, len(report.hashes) - 1, samples, dtype=int).tolist())
     for number, tokens in enumerate(report.documents()):
         if number in chosen:
-            print(
-                f"{report.split} document {number + 1} ({len(tokens):,} tokens): {decode(tokens[:80])!r}"
-            )
+            title = f"{report.split} document {number + 1} ({len(tokens):,} tokens)"
+            print(f"{title}: {decode(tokens[:80])!r}")
 
 
 def main() -> None:

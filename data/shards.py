@@ -1,18 +1,4 @@
-"""Write shards, and the manifest of a folder of shards.
-
-A folder of shards has a manifest.json:
-
-    {"format": 1,
-     "made_by": {...},                                                                # free: origin of the data
-     "tokenizer": {"path": "tokenizer.model", "sha256": ..., "vocab_size": 1024},     # path relative to the folder
-     "splits": {"train": {"documents": ..., "tokens": ..., "bytes": ...}, ...},       # counts of tokenize_text.py
-     "files": {"fineweb_train_000000.bin": {"bytes": ..., "tokens": ..., "sha256": ...}, ...}}
-
-tokenize_text.py adds "caseops" to the tokenizer's entry: whether it is one for CaseOps (README.md).
-
-The manifest is written last and atomically, so a folder that has one is complete. train_gpt.py
-checks data against it.
-"""
+"""Write shards, and the manifest of a folder of shards (docs/formats.md)."""
 
 import contextlib
 import fcntl
@@ -76,9 +62,8 @@ def write_shard(path: Path, tokens: np.ndarray, tokenizer: str = "") -> dict:
     header = np.zeros(train_gpt.SHARD_HEADER // 4, dtype="<i4")
     header[:3] = train_gpt.SHARD_MAGIC, train_gpt.SHARD_VERSION, len(tokens)
     header[3:11] = np.frombuffer(bytes.fromhex(tokenizer or 64 * "0"), "<i4")
-    data = b"".join(
-        (header.tobytes(), memoryview(np.ascontiguousarray(tokens, dtype="<u2")).cast("B"))
-    )
+    words = np.ascontiguousarray(tokens, dtype="<u2").data.cast("B")
+    data = b"".join((header.tobytes(), words))
     write_file(path, data)
     return {"bytes": len(data), "tokens": len(tokens), "sha256": hashlib.sha256(data).hexdigest()}
 
@@ -132,9 +117,8 @@ def tokenizer_entry(path: Path, folder: Path) -> dict:
 
 def write_manifest(folder: Path, **entries) -> None:
     """Write the manifest of `folder` with these entries."""
-    write_file(
-        folder / MANIFEST, (json.dumps({"format": FORMAT, **entries}, indent=1) + "\n").encode()
-    )
+    text = json.dumps({"format": FORMAT, **entries}, indent=1) + "\n"
+    write_file(folder / MANIFEST, text.encode())
 
 
 def read_manifest(folder: Path) -> dict | None:
@@ -142,19 +126,15 @@ def read_manifest(folder: Path) -> dict | None:
     path = folder / MANIFEST
     if not path.exists():
         return None
-    try:
+    advice = "make or download the data again"
+    with train_gpt.as_user_error(f"{path} cannot be read as a manifest", advice, Exception):
         manifest = json.loads(path.read_bytes())
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"format {manifest['format']} instead of {FORMAT}")
+        form = manifest["format"]
+        train_gpt.require(form == FORMAT, f"format {form} instead of {FORMAT}")
         for name, entry in manifest["files"].items():
             types = {type(entry[key]) for key in ("bytes", "tokens", "sha256")}
-            if Path(name).name != name or not types <= {int, str}:
-                raise ValueError(f"invalid entry {name!r}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(
-            f"{path} cannot be read as a manifest ({reason}): make or download the data again"
-        ) from error
+            known = Path(name).name == name and types <= {int, str}
+            train_gpt.require(known, f"invalid entry {name!r}")
     return manifest
 
 
@@ -190,10 +170,8 @@ def problems(
         except UserError as error:
             found.append(str(error))
             continue
-        if path.stat().st_size != entry["bytes"]:
-            found.append(
-                f"{path} has {path.stat().st_size} bytes, but {MANIFEST} says {entry['bytes']}"
-            )
+        if (size := path.stat().st_size) != entry["bytes"]:
+            found.append(f"{path} has {size} bytes, but {MANIFEST} says {entry['bytes']}")
         elif hashes and file_sha256(path, seen) != entry["sha256"]:
             found.append(f"{path} is not the file in {MANIFEST}: its sha256 differs")
     return found

@@ -6,17 +6,11 @@
     zstdcat dump.zst | python data/tokenize_text.py - --stdin-format jsonl --out ... --vocab-size 4096 --val-docs 1000
 
 A document is the --field of a line of a .jsonl file or of a row of a .parquet file, a .txt file,
-or, with --separator, each part of a .txt file. Folders are searched for such files in the order of
-their paths; hidden files are skipped.
-
-    files -> chunks of documents (in order) -> worker processes: normalise, encode, count bytes -> split -> shards
-
-With --caseops the tokenizer is one for lower-case text with operators (caseops.py). Such a
-tokenizer is recognised by its operators, so --tokenizer needs no option.
+or, with --separator, each part of a .txt file. With --caseops the tokenizer is one for lower-case
+text with operators (caseops.py), by which --tokenizer recognises it. data/README.md has the rest.
 
 The result does not depend on the number of workers. It is built in the folder .partial of --out,
-whose files move to --out when all are complete. Documents that are identical after the tokenizer's
-normalisation are never in both splits.
+whose files move to --out when all are complete.
 """
 
 import argparse
@@ -51,7 +45,7 @@ import program
 import caseops
 import shards
 import train_gpt
-from train_gpt import UserError
+from train_gpt import UserError, require
 
 # isort: split
 import numpy as np
@@ -91,23 +85,20 @@ def find_files(inputs: list[Path]) -> list[Path]:
     Prints which files and linked folders of a folder are left out; hidden ones need no word."""
     found = []
     for path in inputs:
+        endings = ", ".join(SUFFIXES)
         if path.is_dir():
             inside, left_out = search(path)
-            endings = ", ".join(SUFFIXES)
-            if not inside:
-                raise UserError(f"{path} has no file that ends in {endings}: give another folder")
+            require(inside, f"{path} has no file that ends in {endings}: give another folder")
             if left_out:
                 names = left_out[:9] + [f"{len(left_out) - 9} more"] * (len(left_out) > 9)
                 why = f"linked folders, and what does not end in {endings}"
                 print(f"note: left out of {path} ({why}): {', '.join(names)}", file=sys.stderr)
             found += inside
-        elif not path.is_file():
-            raise UserError(
-                f"{path} does not exist: give a file, a folder, or - for standard input"
-            )
-        elif suffix_of(path) not in SUFFIXES:
-            raise UserError(f"{path} does not end in {', '.join(SUFFIXES)}: rename or convert it")
         else:
+            advice = "give a file, a folder, or - for standard input"
+            require(path.is_file(), f"{path} does not exist: {advice}")
+            known = suffix_of(path) in SUFFIXES
+            require(known, f"{path} does not end in {endings}: rename or convert it")
             found.append(path)
     return found
 
@@ -144,11 +135,9 @@ def records(path: Path, reading: Reading) -> Iterator[Record]:
             if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:  # else it is left out
                 file.seek(0)
             if suffix_of(path) == ".jsonl":
-                yield from (
-                    Record(f"{path}, line {number}", line, True)
-                    for number, line in enumerate(file, 1)
-                    if line.strip()
-                )
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield Record(f"{path}, line {number}", line, True)
             elif not reading.separator:
                 yield Record(str(path), file.read())
             else:
@@ -176,23 +165,21 @@ def _parquet(path: Path, field: str) -> Iterator[Record]:
         raise UserError(f"{path} needs pyarrow: pip install -r requirements-dev.txt") from error
     try:
         with parquet.ParquetFile(path) as table:
-            if field not in table.schema_arrow.names:
-                names = ", ".join(table.schema_arrow.names)
-                raise UserError(f"{path} has no column {field!r}: set --field to one of {names}")
-            number = 0
-            for batch in table.iter_batches(columns=[field], batch_size=256):
-                for value in batch.column(0):
-                    number += 1
-                    where, fault = f"{path}, row {number}", ""
-                    try:
-                        text = value.as_py()  # str, or the bytes of a column without a type of text
-                    except UnicodeError as error:
-                        fault = f"{where} is not UTF-8 text ({error.reason}): convert it"
-                    else:
-                        if not isinstance(text, str | bytes):
-                            kind = type(text).__name__
-                            fault = f"{where}: column {field!r} holds {kind}, not text: set --field"
-                    yield Record(where, "" if fault else text, fault=fault)
+            names = table.schema_arrow.names
+            advice = f"set --field to one of {', '.join(names)}"
+            require(field in names, f"{path} has no column {field!r}: {advice}")
+            batches = table.iter_batches(columns=[field], batch_size=256)
+            values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
+            for number, value in enumerate(values, 1):
+                where, fault = f"{path}, row {number}", ""
+                try:
+                    text = value.as_py()  # str, or the bytes of a column without a type of text
+                except UnicodeError as error:
+                    text, fault = "", f"{where} is not UTF-8 text ({error.reason}): convert it"
+                if not isinstance(text, str | bytes):
+                    kind = type(text).__name__
+                    fault = f"{where}: column {field!r} holds {kind}, not text: set --field"
+                yield Record(where, "" if fault else text, fault=fault)
     except ArrowException as error:
         raise UserError(f"{path} is not a readable parquet file: {error}") from error
 
@@ -200,7 +187,7 @@ def _parquet(path: Path, field: str) -> Iterator[Record]:
 def text_of(record: Record, reading: Reading) -> str:
     """The document's text. Raises UserError if it has none."""
     where, text, is_json, fault = record
-    train_gpt.require(not fault, fault)
+    require(not fault, fault)
     try:
         if isinstance(text, bytes):
             text = text.decode()
@@ -214,17 +201,12 @@ def text_of(record: Record, reading: Reading) -> str:
         texts = {name: value for name, value in fields if isinstance(value, str)}
         names = ", ".join(list(texts)[:9])
         advice = f"set --field to one of {names}, or" if texts else "fix or"
-        train_gpt.require(
-            reading.field in texts,
-            f"{where} has no text in a field {reading.field!r}: {advice} remove that line",
-        )
+        missing = f"{where} has no text in a field {reading.field!r}"
+        require(reading.field in texts, f"{missing}: {advice} remove that line")
         text = texts[reading.field]
-    lone = re.search("[\ud800-\udfff]", text)
-    train_gpt.require(
-        not lone,
-        f"{where} has half of a character (the lone surrogate {lone and lone[0]!r}): "
-        "fix or remove that line",
-    )
+    if lone := re.search("[\ud800-\udfff]", text):
+        half = f"{where} has half of a character (the lone surrogate {lone[0]!r})"
+        raise UserError(f"{half}: fix or remove that line")
     return text.strip() if reading.strip else text
 
 
@@ -246,8 +228,7 @@ def chunked(files: list[Path], reading: Reading) -> Iterator[list[Record]]:
 
 
 def kept(normalised: str) -> str:
-    """The text behind a normaliser's output, for a tokenizer that prefixes a space to each
-    document."""
+    """The text behind the output of a normaliser that prefixes a space."""
     return normalised.removeprefix(SPACE).replace(SPACE, " ")
 
 
@@ -286,8 +267,7 @@ class Encoder:
         self.prefixed = self.pieces.normalize("a").startswith(SPACE)
 
     def encode(self, chunk: list[Record]) -> Encoded:
-        """Tokenize a chunk. A document that is not text is left out. Raises UserError if the
-        evaluator would count wrong bytes."""
+        """Tokenize a chunk, without what is no text. Raises UserError for wrong counts of bytes."""
         texts, good, bad = [], [], []
         for record in chunk:
             try:
@@ -311,21 +291,19 @@ class Encoder:
             good, normalised, sources, lengths, np.diff(charged).tolist(), texts, strict=True
         ):
             size = len(text.encode())
-            if nbytes != size:
-                raise UserError(
-                    f"{record.where} has {size} bytes, but the evaluator would count {nbytes}: use another tokenizer "
-                    "(data/README.md has the requirements), or --strip if white space around documents is the cause"
-                )
-            if self.counter.caseops and caseops.decode(self._plain(source)) != text:
-                raise UserError(
-                    f"{record.where} is not restored by CaseOps: the tokenizer's normaliser must be identity"
-                )
-            documents.append(
-                Document(key_of(text), length, size, len(raw.encode()) - size, raw != text)
+            require(
+                nbytes == size,
+                f"{record.where} has {size} bytes, but the evaluator would count {nbytes}: use "
+                "another tokenizer (data/README.md has the requirements), or --strip if white space "
+                "around documents is the cause",
             )
-        return Encoded(
-            tokens[:-1], of_tokens[:-1] if self.counter.caseops else None, documents, bad
-        )
+            restored = not self.counter.caseops or caseops.decode(self._plain(source)) == text
+            why = "the tokenizer's normaliser must be identity"
+            require(restored, f"{record.where} is not restored by CaseOps: {why}")
+            lost = len(raw.encode()) - size
+            documents.append(Document(key_of(text), length, size, lost, raw != text))
+        sidecar = of_tokens[:-1] if self.counter.caseops else None
+        return Encoded(tokens[:-1], sidecar, documents, bad)
 
     def _plain(self, text: str) -> str:
         """The text after the tokenizer's normaliser."""
@@ -357,8 +335,7 @@ def begin_worker() -> None:
 
 
 def in_workers(function: Callable, items: Iterator, workers: int) -> Iterator:
-    """`map(function, items)` in worker processes, in order, with a bounded number of pending
-    items."""
+    """`map(function, items)` in worker processes, in order, with few pending items."""
     with concurrent.futures.ProcessPoolExecutor(workers, initializer=begin_worker) as pool:
         pending = collections.deque()
         try:
@@ -370,9 +347,8 @@ def in_workers(function: Callable, items: Iterator, workers: int) -> Iterator:
                 yield pending.popleft().result()
         except concurrent.futures.process.BrokenProcessPool as error:
             fewer = "use fewer --workers" if workers > 1 else "cut the longest documents"
-            raise UserError(
-                f"a worker process died, perhaps out of memory: {fewer}, or free memory"
-            ) from error
+            died = "a worker process died, perhaps out of memory"
+            raise UserError(f"{died}: {fewer}, or free memory") from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -382,11 +358,7 @@ def in_workers(function: Callable, items: Iterator, workers: int) -> Iterator:
 
 
 class Split:
-    """Assigns documents to training or validation.
-
-    Validation is the first `val_docs` distinct documents (50,000 in the challenge), or the
-    documents whose hashes fall into a fraction of all hashes, regardless of their order.
-    """
+    """Assigns to validation the first `val_docs` documents, or a fraction by their hashes."""
 
     def __init__(self, val_docs: int, val_fraction: float):
         self.val_docs = val_docs
@@ -404,17 +376,12 @@ class Split:
 
 
 def normaliser_options(rule: str, prefix: bool = True) -> dict:
-    """How our tokenizers treat white space.
-
-    Nothing is removed. Each document is prefixed with a space, which the evaluator does not count
-    after BOS, so bytes are exact even if a document begins with spaces. CaseOps needs no prefix: it
-    marks a space at the beginning.
-    """
-    return dict(
-        add_dummy_prefix=prefix,
-        remove_extra_whitespaces=rule != "identity",
-        escape_whitespaces=True,
-    )
+    """How our tokenizers treat white space. Each document is prefixed with a space, which the
+    evaluator does not count after BOS, so bytes are exact even if a document begins with spaces.
+    CaseOps needs no prefix: it marks a space at the beginning."""
+    removed = rule != "identity"
+    options = {"add_dummy_prefix": prefix, "remove_extra_whitespaces": removed}
+    return options | {"escape_whitespaces": True}
 
 
 def sample_texts(
@@ -435,11 +402,9 @@ def sample_texts(
                 continue
             if text and split.side(key_of(text)) == "train":
                 chosen.append(text)
-    if not chosen and share < 2**32:
-        raise UserError(
-            f"the sample of --sample-bytes {sample_bytes} has no document for training: raise it, or lower --val-docs "
-            "or --val-fraction"
-        )
+    none = f"the sample of --sample-bytes {sample_bytes} has no document for training"
+    advice = "raise it, or lower --val-docs or --val-fraction"
+    require(chosen or share == 2**32, f"{none}: {advice}")
     if not chosen:
         raise nothing_left("train", len(split.val_keys))
     return sorted(chosen)
@@ -447,23 +412,21 @@ def sample_texts(
 
 def require_allowed(sentence: str, bad: int, skip_bad: int) -> None:
     """Raise UserError for the last of so many bad documents unless all may be skipped."""
-    train_gpt.require(
-        bad <= skip_bad, f"{sentence}; or skip up to N such documents with --skip-bad N"
-    )
+    advice = "or skip up to N such documents with --skip-bad N"
+    require(bad <= skip_bad, f"{sentence}; {advice}")
 
 
 def nothing_left(split: str, documents: int) -> UserError:
     """The error that all documents are in the other split."""
     if not documents:
-        return UserError(
-            "no document was left for train and val: the files are empty, give other ones"
-        )
-    change = f"set --val-docs below {documents} or" if split == "train" else "set --val-docs or"
-    way = "lower" if split == "train" else "higher"
-    return UserError(
-        f"no document was left for {split}, as all {documents} are in the other split: {change} a {way} "
-        "--val-fraction, give more text, or use --separator to split it into documents"
-    )
+        left = "no document was left for train and val"
+        return UserError(f"{left}: the files are empty, give other ones")
+    change, way = f"set --val-docs below {documents} or", "lower"
+    if split == "val":
+        change, way = "set --val-docs or", "higher"
+    left = f"no document was left for {split}, as all {documents} are in the other split"
+    advice = "give more text, or use --separator to split it into documents"
+    return UserError(f"{left}: {change} a {way} --val-fraction, {advice}")
 
 
 def train_tokenizer(
@@ -471,19 +434,12 @@ def train_tokenizer(
 ) -> bytes:
     """A SentencePiece BPE model with byte fallback, single digits, and pieces for U+2581 and,
     unless the normaliser `rule` replaces it, newline. `operators` (`train_gpt.CASE_OPERATORS` if
-    `texts` has them) become pieces 4 to 7.
-
-    At most half of the vocabulary is for single characters. Rarer characters become bytes: the text
-    is cut at them. Raises UserError if the vocabulary cannot be filled.
-    """
+    `texts` has them) become pieces 4 to 7. At most half of the vocabulary is for single characters;
+    rarer ones become bytes. Raises UserError if the vocabulary cannot be filled."""
     fewest = FEWEST_PIECES + len(operators)
-    if vocab_size < fewest:
-        control = (
-            f"4 control pieces, {len(operators)} operators" if operators else "4 control pieces"
-        )
-        raise UserError(
-            f"--vocab-size {vocab_size} is too small: {control}, 256 bytes, space and newline make {fewest}"
-        )
+    control = "4 control pieces" + f", {len(operators)} operators" * bool(operators)
+    needed = f"{control}, 256 bytes, space and newline make {fewest}"
+    require(vocab_size >= fewest, f"--vocab-size {vocab_size} is too small: {needed}")
     counts = collections.Counter(itertools.chain.from_iterable(texts))
     alphabet, seen, total = [], 0, sum(counts.values())
     for character, count in counts.most_common((vocab_size - fewest) // 2):
@@ -515,22 +471,21 @@ def train_tokenizer(
         )
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"a tokenizer of {vocab_size} pieces cannot be trained on this text: {reason}"
-        ) from error
+        failed = f"a tokenizer of {vocab_size} pieces cannot be trained on this text"
+        raise UserError(f"{failed}: {reason}") from error
     return model.getvalue()
 
 
 def adopt_tokenizer(path: Path, copy: Path) -> None:
-    """Copy the tokenizer at `path`. Raises UserError if it cannot make shards in the challenge's
-    format."""
+    """Copy the tokenizer at `path`. Raises UserError if it does not fit the challenge's format."""
     pieces = shards.load_tokenizer(path)
     shards.write_file(copy, path.read_bytes())
-    if pieces.bos_id() != BOS or pieces.vocab_size() > 65536:
-        raise UserError(
-            f"--tokenizer {path} has {pieces.vocab_size()} pieces and token {pieces.bos_id()} as BOS, but in the "
-            f"challenge's format every document starts with token {BOS} and tokens are below 65536"
-        )
+    bos, size = pieces.bos_id(), pieces.vocab_size()
+    require(
+        bos == BOS and size <= 65536,
+        f"--tokenizer {path} has {size} pieces and token {bos} as BOS, but in the challenge's "
+        f"format every document starts with token {BOS} and tokens are below 65536",
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -541,36 +496,30 @@ class Tally:
     """Counts of documents, tokens and bytes."""
 
     def __init__(self):
-        self.splits = {
-            split: {"documents": 0, "tokens": 0, "bytes": 0} for split in ("train", "val")
-        }
+        zeros = dict.fromkeys(("documents", "tokens", "bytes"), 0)
+        self.splits = {"train": zeros.copy(), "val": zeros.copy()}
         self.empty = self.repeated = self.bad = self.changed = self.lost = 0
 
     def lines(self) -> Iterator[str]:
         """The counts as text."""
         for split, counts in self.splits.items():
-            yield (
-                f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes "
-                f"({counts['bytes'] / max(1, counts['tokens']):.3f} per token)"
-            )
+            rate = f"{counts['bytes'] / max(1, counts['tokens']):.3f} per token"
+            figures = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+            yield f"{split}: {figures} ({rate})"
         bad = f", {self.bad:,} bad" * bool(self.bad)
         yield f"skipped documents: {self.repeated:,} also in validation, {self.empty:,} empty{bad}"
-        yield f"changed by the tokenizer's normaliser: {self.changed:,} documents, {self.lost:,} bytes removed"
+        changed = f"{self.changed:,} documents, {self.lost:,} bytes removed"
+        yield f"changed by the tokenizer's normaliser: {changed}"
 
 
 def write_shards(
-    encoded: Iterator[Encoded],
-    folder: Path,
-    tokenizer: str,
-    split: Split,
-    shard_tokens: int,
-    skip_bad: int,
+    encoded: Iterator[Encoded], folder: Path, tokenizer: str, split: Split, most: int, skip_bad: int
 ) -> tuple[Tally, dict[str, dict]]:
-    """Assign documents to splits and write them, with the sha256 of their tokenizer. Returns
-    (counts, entries of the manifest). Raises UserError for more than `skip_bad` bad documents."""
+    """Split documents and write them in shards of at most `most` tokens. Returns (counts, entries
+    of the manifest). Raises UserError for more than `skip_bad` bad documents."""
     tally, sides = Tally(), ("train", "val")
-    writers = {name: shards.ShardWriter(folder, name, shard_tokens, tokenizer) for name in sides}
-    sidecar = shards.ShardWriter(folder, "val_bytes", shard_tokens, tokenizer)
+    writers = {name: shards.ShardWriter(folder, name, most, tokenizer) for name in sides}
+    sidecar = shards.ShardWriter(folder, "val_bytes", most, tokenizer)
     for chunk in encoded:
         for sentence in chunk.bad:
             tally.bad += 1
@@ -587,11 +536,8 @@ def write_shards(
                 writers[side].add(chunk.tokens[own])
                 if side == "val" and chunk.nbytes is not None:
                     sidecar.add(chunk.nbytes[own])
-                for name, count in (
-                    ("documents", 1),
-                    ("tokens", document.length),
-                    ("bytes", document.size),
-                ):
+                counts = {"documents": 1, "tokens": document.length, "bytes": document.size}
+                for name, count in counts.items():
                     tally.splits[side][name] += count
             elif document.size:
                 tally.repeated += 1
@@ -615,10 +561,8 @@ def new_folder(out: Path, force: bool) -> Iterator[Path]:
     """An empty folder in `out`, which is locked. If the body succeeds, its files replace the shards
     of `out`, else it is removed; a build that is killed leaves it to the next one. What cannot be
     moved stays there. Raises UserError if `out` has files, unless `force`."""
-    train_gpt.require(
-        force or not content(out),
-        f"--out {out} exists already: choose another folder, or --force to replace its shards",
-    )
+    there = f"--out {out} exists already: choose another folder, or --force to replace its shards"
+    require(force or not content(out), there)
     partial = out / PARTIAL
     shutil.rmtree(partial, ignore_errors=True)
     with train_gpt.writing(partial):
@@ -662,14 +606,11 @@ def build(
     made_by: dict | None = None,
 ) -> Tally:
     """Make tokenizer.model, shards and manifest.json in the empty `folder` from the documents of
-    `files`. Raises UserError.
-
-    `progress` wraps the iterator of chunks; `made_by` is the manifest's entry on the origin of the
-    data (default: the options that determine the documents).
-    """
+    `files`. `progress` wraps the iterator of chunks; `made_by` is the manifest's entry on the origin
+    of the data (default: the options that determine the documents). Raises UserError."""
     encode = inspect.signature(sentencepiece.SentencePieceProcessor.encode)
     too_old = f"sentencepiece {sentencepiece.__version__} is too old: pip install -U sentencepiece"
-    train_gpt.require("return_type" in encode.parameters, too_old)
+    require("return_type" in encode.parameters, too_old)
     side = options.val_docs, options.val_fraction
     model = folder / "tokenizer.model"
     if options.tokenizer:
@@ -679,24 +620,18 @@ def build(
         texts = sample_texts(files, reading, *sampling)
         operators = train_gpt.CASE_OPERATORS if options.caseops else ""
         texts = [caseops.encode(text) for text in texts] if options.caseops else texts
-        shards.write_file(
-            model, train_tokenizer(texts, options.vocab_size, options.normalizer, operators)
-        )
+        made = train_tokenizer(texts, options.vocab_size, options.normalizer, operators)
+        shards.write_file(model, made)
     work = functools.partial(encode_chunk, str(model), reading)
     encoded = in_workers(work, progress(chunked(files, reading)), options.workers)
     tokenizer = shards.tokenizer_entry(model, folder)
     writing = tokenizer["sha256"], Split(*side), options.shard_tokens, options.skip_bad
     tally, entries = write_shards(encoded, folder, *writing)
-    made_by = made_by or {
-        "tool": "tokenize_text.py",
-        "val_docs": side[0],
-        "val_fraction": side[1],
-        **reading._asdict(),
-    }
+    usual = {"tool": "tokenize_text.py", "val_docs": side[0], "val_fraction": side[1]}
+    made_by = made_by or usual | reading._asdict()
     tokenizer["caseops"] = Encoder(str(model), reading).counter.caseops
-    shards.write_manifest(
-        folder, made_by=made_by, tokenizer=tokenizer, splits=tally.splits, files=entries
-    )
+    facts = {"made_by": made_by, "tokenizer": tokenizer, "splits": tally.splits}
+    shards.write_manifest(folder, **facts, files=entries)
     return tally
 
 
@@ -747,9 +682,7 @@ def parse_arguments() -> argparse.Namespace:
     text = f"train a tokenizer with this many pieces ({FEWEST_PIECES} to 65536)"
     add("vocab-size", text, which, type=pieces)
     add("tokenizer", "use this SentencePiece model", which, type=Path)
-    text = (
-        "of a trained tokenizer: no change (default), or NFKC and single spaces as in the challenge"
-    )
+    text = "of a trained tokenizer: no change (default), or the challenge's NFKC and single spaces"
     add("normalizer", text, choices=("identity", "nmt_nfkc"))
     text = "train a tokenizer for lower-case text with operators for capitals (data/README.md)"
     add("caseops", text, action="store_true")
@@ -768,9 +701,8 @@ def parse_arguments() -> argparse.Namespace:
     add("force", "replace the shards in --out", action="store_true")
     arguments = parser.parse_args()
     if arguments.caseops and (arguments.tokenizer or arguments.normalizer != "identity"):
-        parser.error(
-            "--caseops is for a tokenizer that is trained here: it needs --vocab-size and the identity normalizer"
-        )
+        needs = "it needs --vocab-size and the identity normalizer"
+        parser.error(f"--caseops is for a tokenizer that is trained here: {needs}")
     if arguments.inputs.count("-") > 1:
         parser.error("-, standard input, is given twice")
     return arguments
@@ -778,8 +710,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def spooled(inputs: list[str], stdin_format: str, folder: Path) -> Iterator[list[Path]]:
-    """The inputs as paths. Standard input becomes a temporary file in `folder`, as training a
-    tokenizer reads it twice."""
+    """The inputs as paths. Standard input becomes a file, as a training reads it twice."""
     spool = folder / f"stdin.{stdin_format}"
     if "-" in inputs:
         with train_gpt.writing(spool), open(spool, "wb") as file:

@@ -268,11 +268,7 @@ def test_own_data_bring_their_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     "variable, value, sentence",
     [
-        (
-            "DEMO_SECONDS",
-            "5",
-            "DEMO_SECONDS is set but is not a knob; did you mean MAX_WALLCLOCK_SECONDS?",
-        ),
+        ("DEMO_SECONDS", "5", "DEMO_SECONDS is set but is not a knob; did you mean MAX_WALLCLOCK"),
         ("SEDES", "1 2", "SEDES is set but is not a knob; did you mean SEEDS?"),
         ("GIRD", "SEED=1,2", "GIRD is set but is not a knob; did you mean GRID?"),
         ("NPORC", "2", "NPORC is set but is not a knob; did you mean NPROC?"),

@@ -80,7 +80,7 @@ def test_the_whole_script(env, tmp_path, version):
 
 def test_the_update_and_its_communication():
     """Each way costs something, and 24 matrices cost more launches than three banks."""
-    options = {"script": str(ROOT / "train_gpt.py"), "work": "update", "qat": False, "seq_len": 0}
+    options = {"script": str(ROOT / "train_gpt.py"), "work": "update"}
     options |= {"ranks": 8, "knobs": {"NUM_LAYERS": "4", "MODEL_DIM": "128"}}
     launches = h100.launches_of(h100.trace(h100.HOME, VERSIONS[0], options))
     updates = h100.price_updates(launches)["updates"]

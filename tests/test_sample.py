@@ -171,7 +171,7 @@ def test_ctrl_c_within_a_text_is_one_sentence(artifact, data, monkeypatch, capsy
         (["a.xz", "TOKENIZER_PATH=none.model"], 1, "TOKENIZER_PATH=none.model: No such"),
         (["a.xz", "TOKENIZER_PATH=other.model"], 1, "other.model is not the tokenizer of a.xz"),
         (["a.xz", "--temperature", "nan"], 2, "--temperature nan is not"),
-        (["a.xz", "--tokens", "0"], 2, "--tokens 0 is below 1"),
+        (["a.xz", "--tokens", "0"], 2, "--tokens: 0 is not a whole number above 0"),
         (["a.xz", "--prompt", "\udcff"], 2, "--prompt: it is not UTF-8 (invalid start byte)"),
         (["a.xz", "NUM_LAYERS=1"], 1, "NUM_LAYERS=1 is set, but a.xz was made with 5"),
         ([], 2, "required: artifact"),

@@ -7,28 +7,22 @@
     python tools/ablate.py --tokens-per-weight 100 "xsa: XSA_LAST_N=11 @1.03"
 
 A variant is a name and the knobs in which it differs from the base: the demonstration's small
-model, changed by the environment. A variant that is code is a knob of its own, off by default.
-Without DATA_PATH the runs train on the demonstration's data; a folder with a manifest.json names its
-tokenizer. EVAL_STRIDE follows EVAL_SEQ_LEN unless it is set. With TARGET_BYTES all runs have the
-same size of code and artifact, as far as they reach it.
+model, changed by the environment. Without DATA_PATH the runs train on the demonstration's data; a
+folder with a manifest.json names its tokenizer. EVAL_STRIDE follows EVAL_SEQ_LEN unless it is set.
 
-The variants take turns within a seed, so a slowdown of the machine affects all of them. `--jobs`
-runs go side by side. Logs go to --folder; a run that has finished there is not repeated. With
---tokens-per-weight an interrupted one continues from its checkpoint. Another train_gpt.py needs
-another folder.
+The variants take turns within a seed, so a slowdown of the machine affects all of them. Logs go to
+--folder; a run that has finished there is not repeated. Another train_gpt.py needs another folder.
 
-With `--tokens-per-weight` the base is the record in small: its layers, its proportions and its
-7,000 steps, so all knobs that concern the schedule keep their values. The batch makes that many
-training tokens per weight (the record has 205), and the artifact has as many bits per weight as the
-record's. `@1.03` is the price of a variant: its step takes 1.03 times as long in the record, so it
-gets 1/1.03 of the steps.
+With `--tokens-per-weight` the base is the record in small: its layers, proportions and 7,000 steps.
+The batch makes that many training tokens per weight (the record has 205), and the artifact has as
+many bits per weight as the record's. An interrupted run continues from its checkpoint. `@1.03` is
+the price of a variant: its step takes 1.03 times as long in the record, so it gets 1/1.03 of the
+steps.
 
-The table has for each variant the mean, standard deviation, difference to the base in bits per
-byte, p that it is better at all (Welch's test and paired by seed, one-sided; corrected for the
-number of variants by Holm's method), the difference before the export (averaged weights,
-non-overlapping windows), steps, ratio of step times (with a ? if its seeds differ by more than
-10 %), and bytes. Below it are the verdict, by Welch's p, and the smallest gain that these seeds
-would have shown (p 0.05, power 0.8). The last line is JSON, which --folder keeps as ablation.json.
+The table has bits per byte. p and p_paired are one-sided, that the variant is better at all
+(Welch's test, and paired by seed). `before` is the difference before the export (averaged weights,
+non-overlapping windows). time_ratio has a ? if its seeds differ by more than 10 %. The last line is
+JSON, which --folder keeps as ablation.json.
 """
 
 import argparse
@@ -55,9 +49,7 @@ import demo_settings
 import sweep
 import train_gpt
 from lib import runs
-from train_gpt import Hyperparameters, UserError
-
-# isort: split
+from train_gpt import Hyperparameters, require
 
 # 1.0 million parameters; 400 steps take some minutes on one core.
 BASE = demo_settings.CPU | {"WARMDOWN_FRAC": 0.4, "VAL_LOSS_EVERY": 0}
@@ -79,54 +71,41 @@ Variants = dict[str, Variant]  # by name
 
 
 def variant(text: str) -> tuple[str, Variant]:
-    """(name, variant) of "name: KNOB=value KNOB=value @price". Raises UserError for an unknown
-    knob."""
+    """(name, variant) of "name: KNOB=value KNOB=value @price". Raises UserError."""
     name, _, rest = text.partition(":")
     rest, _, price = rest.partition("@")
     chosen = dict(pair.partition("=")[::2] for pair in rest.split())
     train_gpt.refuse_misspelt(chosen, sorted(runs.KNOBS))
-    if not (chosen.keys() <= runs.KNOBS and name and chosen and all(chosen.values())):
-        raise UserError(
-            f'{text!r} is not a variant: write "name: KNOB=value KNOB=value" with knobs of train_gpt.py --help'
-        )
-    try:
-        found = Variant(chosen, float(price or 1))
-    except ValueError:
-        found = Variant(chosen, 0.0)
-    if not found.price > 0:
-        raise UserError(
-            f"{text!r} has the price {price!r}: write the ratio of step times, for example @1.03"
-        )
-    return name, found
+    require(
+        chosen.keys() <= runs.KNOBS and name and chosen and all(chosen.values()),
+        f'{text!r} is not a variant: write "name: KNOB=value KNOB=value" with knobs of '
+        "train_gpt.py --help",
+    )
+    advice = "write the ratio of step times, for example @1.03"
+    with train_gpt.as_user_error(f"{text!r} has the price {price!r}", advice, Exception):
+        return name, Variant(chosen, program.positive(price or "1"))
 
 
 def seed(text: str) -> int:
-    """A value of --seeds. Raises ArgumentTypeError for a variant, as --seeds takes all words up to
-    the next option."""
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a seed: write the variants before --seeds"
-        ) from None
+    """A value of --seeds, which takes all words up to the next option."""
+    if not text.lstrip("-").isdecimal():
+        wrong = f"{text!r} is not a seed: write the variants before --seeds"
+        raise argparse.ArgumentTypeError(wrong)
+    return int(text)
 
 
 def check(variants: Variants, arguments: argparse.Namespace) -> None:
     """Raises UserError for variants that cannot be compared as written."""
-    if len(variants) != len(arguments.variants) + 1:
-        raise UserError(
-            'two variants have one name, or one is called "base": give each its own name'
-        )
-    if arguments.seconds and any(chosen.price != 1 for chosen in variants.values()):
-        raise UserError("--seconds measures the time of a step: leave out the prices (@)")
+    own = len(variants) == len(arguments.variants) + 1
+    require(own, 'two variants have one name, or one is called "base": give each its own name')
+    priced = any(chosen.price != 1 for chosen in variants.values())
+    alone = not (arguments.seconds and priced)
+    require(alone, "--seconds measures the time of a step: leave out the prices (@)")
 
 
 def proportional(width: int, tokens_per_weight: float) -> dict[str, str]:
     """The knobs of the record's model at another width, with this many training tokens per weight
-    in its 7,000 steps.
-
-    Raises UserError if that is less than one sequence per step.
-    """
+    in its 7,000 steps. Raises UserError if that is less than one sequence per step."""
     record = Hyperparameters()
     scale = width / record.model_dim
     length = round(scale * record.train_seq_len)
@@ -148,10 +127,8 @@ def proportional(width: int, tokens_per_weight: float) -> dict[str, str]:
     hp = configured(knobs | os.environ)
     weights = sum(tensor.numel() for tensor in train_gpt.meta_parameters(hp).values())
     sequences = round(tokens_per_weight * weights / RECORD_STEPS / length)
-    if not sequences:
-        raise UserError(
-            f"--tokens-per-weight {tokens_per_weight:g} is less than one sequence per step: raise it"
-        )
+    few = f"--tokens-per-weight {tokens_per_weight:g} is less than one sequence per step"
+    require(sequences, f"{few}: raise it")
     return knobs | {"TRAIN_BATCH_TOKENS": sequences * length, "MICRO_BATCH_TOKENS": MICRO}
 
 
@@ -163,11 +140,9 @@ def configured(knobs: dict) -> Hyperparameters:
 
 def record_bytes(hp: Hyperparameters) -> int:
     """Bytes of an artifact with as many bits per code as 16 MB have for the default model."""
-    views = [
-        (kind, view) for kind, _, view in train_gpt.artifact_tensors(train_gpt.meta_parameters(hp))
-    ]
-    codes = sum(view.numel() for kind, view in views if kind)
-    words = sum((view[..., 0] if kind else view).numel() for kind, view in views)
+    views = list(train_gpt.artifact_tensors(train_gpt.meta_parameters(hp)))
+    codes = sum(view.numel() for kind, _, view in views if kind)
+    words = sum((view[..., 0] if kind else view).numel() for kind, _, view in views)
     return round(4.73 / 8 * codes) + 2 * words
 
 
@@ -199,11 +174,8 @@ def environment(arguments: argparse.Namespace, *chosen: Variant) -> dict[str, st
 
 
 def finish(environ: dict[str, str]) -> runs.Run:
-    """The finished run with these variables; it is started or continued if necessary. Raises
-    UserError if it fails.
-
-    It works in a folder of its own, because all runs copy their artifact to one name.
-    """
+    """The finished run with these variables; it is started or continued if necessary, in a folder
+    of its own, because all runs copy their artifact to one name. Raises UserError if it fails."""
     run_id = environ["RUN_ID"]
     if done := sweep.finished(environ, run_id):
         return done
@@ -212,23 +184,20 @@ def finish(environ: dict[str, str]) -> runs.Run:
     log = folder / sweep.LOGS / f"{run_id}.txt"
     hint = "" if environ.get("COMPILE") == "0" else "; compiling takes minutes the first time"
     print(f"== {run_id}: progress in {log}{hint}", flush=True)
-    fault = sweep.execute(
-        [sys.executable, str(ROOT / "train_gpt.py")], environ, quiet=True, folder=folder
-    )
-    if fault:
-        raise UserError(f"{run_id} failed: {fault}")
+    command = [sys.executable, str(ROOT / "train_gpt.py")]
+    fault = sweep.execute(command, environ, quiet=True, folder=folder)
+    require(not fault, f"{run_id} failed: {fault}")
     sweep.LOGS.mkdir(exist_ok=True)
     for log in (folder / sweep.LOGS).iterdir():
         log.replace(sweep.LOGS / log.name)
     shutil.rmtree(folder)
-    if done := sweep.finished(environ, run_id):
-        return done
-    raise UserError(f"{run_id} failed: its log has no final score")
+    done = sweep.finished(environ, run_id)
+    require(done, f"{run_id} failed: its log has no final score")
+    return done
 
 
 def side_by_side(tasks: list[Callable], jobs: int) -> list:
-    """The results of the tasks, `jobs` at a time. After a failure no other task is started, and it
-    is raised."""
+    """The results of the tasks, `jobs` at a time. After a failure, which is raised, none starts."""
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(task) for task in tasks]
         try:
@@ -272,14 +241,11 @@ def row(name: str, members: list[runs.Run], base: list[runs.Run], tests: int) ->
     mean, std = runs.mean_std(bpb)
     welch = compare.welch(base_bpb, bpb)
     paired = compare.paired(base_bpb, bpb)
-    before, ratios = None, []
+    before, ratios, pairs = None, [], list(zip(members, base, strict=True))
     if members[0].before_export:
-        gains = [
-            a.before_export.bpb - b.before_export.bpb for a, b in zip(members, base, strict=True)
-        ]
-        before = statistics.fmean(gains)
+        before = statistics.fmean(a.before_export.bpb - b.before_export.bpb for a, b in pairs)
     if members[0].step_ms:
-        ratios = [a.step_ms / b.step_ms for a, b in zip(members, base, strict=True)]
+        ratios = [a.step_ms / b.step_ms for a, b in pairs]
     found = {"variant": name, "mean": mean, "std": std, "n": len(bpb), "before": before}
     found |= {"p": welch and welch.p, "p_paired": paired and paired.p}
     return found | {
@@ -341,10 +307,9 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
     for line in rows[1:]:
         print(f"{line['variant']}: {compare.conclusion(line['p'])}")
         if line["detectable"]:
-            print(
-                f"{line['variant']}: with {line['n']} seeds only a gain of {line['detectable']:.4f} or "
-                f"more is seen in {compare.POWER:.0%} of comparisons; a smaller one may exist"
-            )
+            least = f"with {line['n']} seeds only a gain of {line['detectable']:.4f} or more"
+            seen = f"is seen in {compare.POWER:.0%} of comparisons; a smaller one may exist"
+            print(f"{line['variant']}: {least} {seen}")
         if why := unsure(line):
             print(f"{line['variant']}: time_ratio is uncertain, as {why}")
     Path("ablation.json").write_text(json.dumps(report) + "\n")
@@ -352,8 +317,7 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
 
 
 def choose_data() -> None:
-    """Set the variables of the data; without DATA_PATH, make the demonstration's. Raises
-    UserError."""
+    """Set the variables of the data; without DATA_PATH, make the demonstration's."""
     own = os.environ.get("DATA_PATH")
     folder = Path(own or ROOT / "demo_data").resolve()
     if not own:

@@ -6,10 +6,9 @@
     torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 tools/check_machine.py
 
 The knobs are those of the run. It reads the data, measures products, copies, collectives and
-kernels at the run's sizes, and does real training steps and an evaluation batch, as a run would. It
-prints what it found, what is slower than it should be, the steps to expect, and one line of knobs
-to paste; logs/check.json has the same. The exit status is 0 only if all is ready to run. Compiling
-takes minutes the first time; a run then finds it in the cache.
+kernels at the run's sizes, trains and evaluates a little, and prints what is slower than it should
+be, the steps to expect, and one line of knobs to paste; logs/check.json has all figures. The exit
+status is 0 only if all is ready to run. Compiling takes minutes the first time.
 """
 
 import dataclasses
@@ -28,12 +27,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "tools", "bench", "data")]
 
 import program
 import flops
 import shards
 import train_gpt
+from import_checkpoint import beginning
 from train_gpt import Hyperparameters, Runtime, UserError, require
 
 # isort: split
@@ -74,8 +74,7 @@ def machine(runtime: Runtime) -> dict:
 
 
 def check_data(hp: Hyperparameters) -> dict:
-    """Counts of the data. Raises UserError for what a run would refuse, and for files that are not
-    as long as their manifest says."""
+    """Counts of the data. Raises UserError for what a run, or the data's manifest, would refuse."""
     folder = Path(hp.data_path)
     train_gpt.require_data(hp, "train", "val")
     train, val = (train_gpt.TokenStream(folder, s, hp.vocab_size) for s in ("train", "val"))
@@ -204,17 +203,16 @@ def kernel_times(
     """Milliseconds of a forward and backward by kernel, and why others do not run here."""
     found = {"ms": {}, "refused": {}}
     inputs = [t.requires_grad_() for t in inputs]
+
+    def time_of(kernel: Callable[..., torch.Tensor]) -> float:
+        grad = torch.randn_like(kernel(*inputs))
+        both = lambda: torch.autograd.grad(kernel(*inputs), inputs, grad)  # noqa: E731
+        both()  # compiles
+        return milliseconds(both)
+
     for name in names:
         try:
-            kernel = load(name)
-            grad = torch.randn_like(kernel(*inputs))
-            both = functools.partial(
-                lambda kernel, grad: torch.autograd.grad(kernel(*inputs), inputs, grad),
-                kernel,
-                grad,
-            )
-            both()  # compiles
-            found["ms"][name] = milliseconds(both)
+            found["ms"][name] = time_of(load(name))
         except Exception as error:  # a missing or unfit kernel can raise anything
             found["refused"][name] = train_gpt.error_message(error)
     return found
@@ -227,15 +225,6 @@ def seconds_of(work: Callable[[], object], runtime: Runtime) -> float:
     work()
     runtime.synchronize()
     return time.perf_counter() - began
-
-
-def read_ms(loader: train_gpt.TrainingLoader) -> float:
-    """Milliseconds to read the last batch of the data. A cold one if it is not in memory since its
-    download."""
-    last = max(0, loader.blocks // loader.step_rows - 1)
-    began = time.perf_counter()
-    loader.reader.submit(loader.read, last).result()
-    return 1000 * (time.perf_counter() - began)
 
 
 def training(run: train_gpt.Run) -> dict:
@@ -268,7 +257,11 @@ def training(run: train_gpt.Run) -> dict:
             run.optimizer.step(0.0, 0.0)  # clears the gradients
     if hp.gptq_batches and hp.max_wallclock_seconds:
         run.reserve_for_calibration()
-    found |= {"read_ms": read_ms(run.loader), "calibration_seconds": run.clock.reserve}
+    # The last batch of the data is cold if it is not in memory since its download.
+    last = max(0, run.loader.blocks // run.loader.step_rows - 1)
+    read = run.loader.reader.submit(run.loader.read, last)
+    found["read_ms"] = 1000 * seconds_of(read.result, run.runtime)
+    found["calibration_seconds"] = run.clock.reserve
     if cuda:
         found["memory_mib"] = torch.cuda.max_memory_reserved() >> 20
     return found
@@ -276,13 +269,12 @@ def training(run: train_gpt.Run) -> dict:
 
 def evaluation(run: train_gpt.Run) -> dict[str, dict]:
     """Expected seconds of each final score, from a part of the text."""
-    found = {}
-    for name, way in train_gpt.final_passes(run.hp).items():
-        if name.startswith("ttt"):
-            found[name] = test_time_training(run, name, way)
-        else:
-            found[name] = scoring(run, way)
-    return {"seconds": found}
+    return {
+        "seconds": {
+            name: test_time_training(run, name, way) if "ttt" in name else scoring(run, way)
+            for name, way in train_gpt.final_passes(run.hp).items()
+        }
+    }
 
 
 def scoring(run: train_gpt.Run, way: train_gpt.Pass) -> float:
@@ -298,16 +290,13 @@ def scoring(run: train_gpt.Run, way: train_gpt.Pass) -> float:
 
 
 def test_time_training(run: train_gpt.Run, name: str, way: train_gpt.Pass) -> float:
-    """Expected seconds, from the first documents or chunks. After EVAL_MAX_SECONDS the rest is
-    scored with fixed weights."""
+    """Expected seconds, from the first documents or chunks."""
     hp, runtime, val = run.hp, run.runtime, run.val
     documents = train_gpt.LORA_BATCH * runtime.comm.size
     end = min(SGD_CHUNKS * hp.ttt_chunk_tokens, val.targets)
     if name == "ttt_lora":
         end = int([*val.documents, val.targets][: documents + 1][-1])
-    tokens, nbytes = val.tokens[: end + 1].cpu().numpy(), val.nbytes[:end].cpu().numpy()
-    part = train_gpt.Validation(tokens, nbytes, runtime.device)
-    part.refused, part.hints = val.refused, val.hints
+    part = beginning(val, end)
     make_scorer = functools.partial(train_gpt.Evaluator, run.eval_forward, part, hp, runtime)
     passes = train_gpt.final_passes(hp)
     train_gpt.warm_up_evaluation(make_scorer, passes, run.log)  # compiles
@@ -327,12 +316,10 @@ def test_time_training(run: train_gpt.Run, name: str, way: train_gpt.Pass) -> fl
 # "knobs": those of the run, "chosen": kernels and micro-batch}.
 def values(report: dict, *path: str) -> list:
     """One result of every rank that has it."""
-    found = []
-    for result in report["ranks"]:
-        for key in path:
-            result = result.get(key) if isinstance(result, dict) else None
-        found.append(result)
-    return [value for value in found if value is not None]
+    found = report["ranks"]
+    for key in path:
+        found = [result[key] for result in found if isinstance(result, dict) and key in result]
+    return found
 
 
 def first(report: dict, *path: str):
@@ -386,15 +373,13 @@ def slow_step(hp: Hyperparameters, report: dict) -> list[str]:
     reached = speed / statistics.median(values(report, "products", "TFLOP/s"))
     if not first(report, "machine", "memory_mib") or reached > SLOW * usual:
         return []
-    return [
-        f"a step reaches {reached:.2f} of the speed of large products; #399's published step on 8 x "
-        f"H100 reached {usual:.2f}: look at attention, the MLP and the collectives above"
-    ]
+    here = f"a step reaches {reached:.2f} of the speed of large products"
+    there = f"#399's published step on 8 x H100 reached {usual:.2f}"
+    return [f"{here}; {there}: look at attention, the MLP and the collectives above"]
 
 
 def expected(hp: Hyperparameters, report: dict) -> dict[str, float]:
-    """Steps and training seconds within the limits, and seconds of the scores; the slowest rank
-    decides."""
+    """Steps and training seconds within the limits, and seconds of the scores."""
     kinds = first(report, "training", "kinds").values()
     reserve = first(report, "training", "calibration_seconds")
     mean = sum(kind["share"] * kind["ms"] / 1000 for kind in kinds)  # if ITERATIONS end the run
@@ -411,8 +396,7 @@ def expected(hp: Hyperparameters, report: dict) -> dict[str, float]:
 
 
 def best(report: dict, section: str) -> str:
-    """The automatic choice of a kernel, unless another one is clearly faster on the slowest rank,
-    for which all others wait."""
+    """The automatic choice of a kernel, unless another is clearly faster on the slowest rank."""
     each, chosen = values(report, section, "ms"), report["chosen"][section]
     times = {name: max(rank.get(name, math.inf) for rank in each) for name in each[0]}
     name = min(times, key=times.get)
@@ -421,9 +405,9 @@ def best(report: dict, section: str) -> str:
 
 def limits(hp: Hyperparameters, report: dict) -> tuple[list[str], list[str], dict]:
     """What is slow, what is advised, and the knobs to set."""
-    slow = slow_ranks(report) + slow_hardware(report) + slow_step(hp, report)
-    attention = best(report, "attention")
-    advice, knobs = [], {"ATTENTION": attention, "FUSED_MLP": int(best(report, "mlp") == "fused")}
+    slow, advice = slow_ranks(report) + slow_hardware(report) + slow_step(hp, report), []
+    knobs = {"ATTENTION": best(report, "attention")}
+    knobs["FUSED_MLP"] = int(best(report, "mlp") == "fused")
     step, run = first(report, "training", "step_ms"), report["expected"]
     total = first(report, "machine", "memory_mib")
     why = first(report, "attention", "refused", "fa3")
@@ -435,8 +419,8 @@ def limits(hp: Hyperparameters, report: dict) -> tuple[list[str], list[str], dic
         knobs["MICRO_BATCH_TOKENS"] = report["chosen"]["micro_batch_tokens"] // 2
     read = max(values(report, "training", "read_ms"))
     if read > step:
-        text = f"reading a batch takes {read:.0f} ms, longer than a step: copy the shards to a"
-        slow.append(f"{text} local disk and set DATA_PATH")
+        text = f"reading a batch takes {read:.0f} ms, longer than a step"
+        slow.append(f"{text}: copy the shards to a local disk and set DATA_PATH")
     waited = sum(part["ms"] for part in first(report, "collectives").values())
     if total and waited > 0.15 * step:
         text = f"collectives take {waited:.1f} ms, over 15 % of a step: look at the links between"
@@ -493,12 +477,10 @@ def figures(each: list) -> str:
 def print_verdict(report: dict) -> None:
     """The end of the text."""
     print()
-    if "expected" in report:
-        run = report["expected"]
-        print(
-            f"expected: {run['steps']:,} steps in {run['train_seconds']:.0f} s of training, "
-            f"{run['epochs']:.2f} epochs, {run['evaluation_seconds']:.0f} s of evaluation"
-        )
+    if run := report.get("expected"):
+        trained = f"{run['steps']:,} steps in {run['train_seconds']:.0f} s of training"
+        evaluated = f"{run['evaluation_seconds']:.0f} s of evaluation"
+        print(f"expected: {trained}, {run['epochs']:.2f} epochs, {evaluated}")
     for kind in ("slow", "advice"):
         for sentence in report.get(kind, []):
             print(f"{kind}: {sentence}")
@@ -513,10 +495,8 @@ class Check:
 
     def __init__(self, hp: Hyperparameters, runtime: Runtime):
         self.comm = runtime.comm
-        chosen = {name: getattr(runtime, name) for name in ("attention", "mlp")}
-        chosen["dtype"] = str(runtime.dtype)
-        chosen["micro_batch_tokens"] = runtime.micro_batch_tokens
-        chosen["compiled"] = runtime.compiled
+        names = ("attention", "mlp", "micro_batch_tokens", "compiled")
+        chosen = {name: getattr(runtime, name) for name in names} | {"dtype": str(runtime.dtype)}
         self.report = unfinished() | {"knobs": dataclasses.asdict(hp), "chosen": chosen}
         self.report["ranks"] = [{} for _ in range(self.comm.size)]
 
@@ -572,11 +552,8 @@ def check(hp: Hyperparameters) -> dict:
         section("disk", lambda: check_disk(hp) if runtime.comm.rank == 0 else None)
         section("products", lambda: {"TFLOP/s": product_speed(runtime)})
         section("copies", lambda: {"GB/s": copy_speed(runtime)})
-        section(
-            "collectives",
-            lambda: communication(hp, runtime) if runtime.comm.size > 1 else {},
-            alone=False,
-        )
+        several = runtime.comm.size > 1
+        section("collectives", lambda: communication(hp, runtime) if several else {}, alone=False)
         names = ("sdpa", "math") if runtime.device.type == "cpu" else train_gpt.KERNELS[:-1]
         section("attention", attention_times, hp, runtime, names)
         section("mlp", mlp_times, hp, runtime)
@@ -594,8 +571,7 @@ def check(hp: Hyperparameters) -> dict:
 
 
 def main() -> None:
-    parser = program.parser(__doc__)
-    parser.parse_args()
+    program.parser(__doc__).parse_args()
     hp = Hyperparameters.from_env(dict(os.environ))
     none = {"resume": "", "eval_only": "", "run_id": hp.run_id or "check"}
     began = time.perf_counter()

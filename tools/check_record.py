@@ -11,8 +11,7 @@ is broken.
           with the reason
 
 The program runs the folder's train_gpt.py (--help, and its evaluation with --legality), so check a
-stranger's folder in a container. Published folders can be checked too; what their logs do not
-contain is reported as such.
+stranger's folder in a container.
 """
 
 import ast
@@ -33,7 +32,7 @@ import pack_code
 from lib import runs
 from lib.runs import Run
 from make_record import CAP, SECONDS
-from train_gpt import UserError
+from train_gpt import UserError, require
 
 # isort: split
 import legality
@@ -67,27 +66,23 @@ class Verdict(NamedTuple):
 
 
 class Folder:
-    """The contents of a submission folder. What is missing or unreadable is None, with a sentence
-    in `problems`."""
+    """The contents of a submission folder; what is missing has a sentence in `problems`."""
 
     def __init__(self, path: Path):
-        if not path.is_dir():
-            raise UserError(
-                f"{path} is not a folder: give one with README.md, submission.json, train_gpt.py and logs"
-            )
+        files = "README.md, submission.json, train_gpt.py and logs"
+        require(path.is_dir(), f"{path} is not a folder: give one with {files}")
         self.path = path
         self.problems: list[str] = []
         self.code = self._read("train_gpt.py")
         self.source = self._readable()
         self.readme = (self._read("README.md") or b"").decode(errors="replace")
         self.submission = self._json(self._read("submission.json"))
+        found = self.submission.get("compliance")
+        self.compliance = found if isinstance(found, dict) else {}
         self.logs: list[Run] = []  # `runs` have those of evaluations joined with their trainings
-        self.track = str(self.submission.get("track", path.resolve().parent.name))
+        track = str(self.submission.get("track", path.resolve().parent.name)).replace("-", "_")
+        self.non_record = track.removeprefix("track_").startswith("non_record")
         self.runs = self._runs()
-
-    @property
-    def non_record(self) -> bool:
-        return self.track.replace("-", "_").removeprefix("track_").startswith("non_record")
 
     def _read(self, name: str) -> bytes | None:
         try:
@@ -97,8 +92,7 @@ class Folder:
             return None
 
     def _readable(self) -> bytes | None:
-        """The script as people read it; a script that another packer has packed is returned as it
-        is."""
+        """The script as people read it; what another packer has packed is returned as it is."""
         try:
             return self.code and pack_code.readable_source(self.code)
         except ValueError as error:
@@ -111,16 +105,14 @@ class Folder:
         except ValueError as error:
             self.problems.append(f"submission.json is not JSON: {error}")
             return {}
-        if not isinstance(found, dict):
-            self.problems.append("submission.json is not a JSON object")
-            return {}
-        return found
+        if isinstance(found, dict):
+            return found
+        self.problems.append("submission.json is not a JSON object")
+        return {}
 
     def _runs(self) -> list[Run]:
-        texts = [
-            path for path in sorted(self.path.glob("*.txt")) if path.name != "requirements.txt"
-        ]
-        logs = sorted(self.path.glob("*.log")) or texts
+        texts = set(self.path.glob("*.txt")) - {self.path / "requirements.txt"}
+        logs = sorted(set(self.path.glob("*.log")) or texts)
         if not logs:
             self.problems.append("no log (train_seed<N>.log)")
         for log in logs:
@@ -133,8 +125,8 @@ class Folder:
             if run.fault:
                 self.problems.append(run.fault)
             elif run.settings.get("EVAL_ONLY"):
-                fault = f"{run.path.name} scores an artifact whose training has no log"
-                self.problems.append(fault)
+                name = run.path.name
+                self.problems.append(f"{name} scores an artifact whose training has no log")
             else:
                 found.append(run)
         return found
@@ -152,40 +144,31 @@ def files(folder: Folder) -> Iterator[Verdict]:
         "; ".join(folder.problems),
         f"{len(folder.runs)} logs",
     )
-    missing = [
-        key
-        for key in ("author", "github_id", "name", "date", "val_bpb")
-        if str(folder.submission.get(key) or "(to fill").startswith("(to fill")
-    ]
+    keys = ("author", "github_id", "name", "date", "val_bpb")
+    given = {key: str(folder.submission.get(key) or "(to fill") for key in keys}
+    missing = ", ".join(key for key, text in given.items() if text.startswith("(to fill"))
     rule = 'submission.json "includes your name, GitHub ID, val_bpb, and related metadata"'
-    yield verdict(rule, f"without {', '.join(missing)}" if missing else "")
-    fault = ""
-    if todo := folder.readme.count("(to fill"):
-        fault = f"{todo} sections are still to fill"
-    elif len(folder.readme) < 200:
-        fault = "it is nearly empty"
-    yield verdict("README.md is written", fault)
-    leaks = [
-        run.path.name for run in folder.logs if SECRETS.search(run.path.read_text(errors="replace"))
-    ]
-    fault = f"{', '.join(leaks)} contains what looks like a key or password" if leaks else ""
+    yield verdict(rule, missing and f"without {missing}")
+    todo, length = folder.readme.count("(to fill"), len(folder.readme)
+    fault = f"{todo} sections are still to fill" if todo else "it is nearly empty"
+    yield verdict("README.md is written", fault * (todo > 0 or length < 200))
+    texts = {run.path.name: run.path.read_text(errors="replace") for run in folder.logs}
+    leaks = ", ".join(name for name, text in texts.items() if SECRETS.search(text))
+    fault = leaks and f"{leaks} contains what looks like a key or password"
     yield verdict("no log holds a secret", fault)
 
 
 def claims(folder: Folder) -> Iterator[Verdict]:
-    """What submission.json says of its methods; these fields are optional. Whether the logs agree is
-    another rule."""
-    rule = (
-        "submission.json says that it uses no SLOT, no training before the export, no n-gram caches"
-    )
-    found = compliance(folder)
+    """What submission.json says of its methods; these fields are optional."""
+    absent = "no SLOT, no training before the export, no n-gram caches"
+    rule = f"submission.json says that it uses {absent}"
+    found, disputed = folder.compliance, ""
     stated = {name: found[name] for name in make_record.ABSENT if found.get(name) is not None}
-    disputed = ""
-    if stated.get("no_ngram_cache") is False and tilted(folder):
+    tilted = any(run.configuration.get("NGRAM_TILT") == "True" for run in folder.runs)
+    if stated.get("no_ngram_cache") is False and tilted:
         del stated["no_ngram_cache"]
-        disputed = (
-            "no_ngram_cache is False, as NGRAM_TILT=1 counts n-grams (accepted in #2135, disputed)"
-        )
+        why = "NGRAM_TILT=1 counts n-grams (accepted in #2135, disputed)"
+        disputed = f"no_ngram_cache is False, as {why}"
     faults = [
         f"{name} is {value!r}, not true" for name, value in stated.items() if value is not True
     ]
@@ -198,18 +181,8 @@ def claims(folder: Folder) -> Iterator[Verdict]:
         yield Verdict("n/a", rule, disputed or "it has none of these fields")
 
 
-def compliance(folder: Folder) -> dict:
-    found = folder.submission.get("compliance")
-    return found if isinstance(found, dict) else {}
-
-
-def tilted(folder: Folder) -> bool:
-    return any(run.configuration.get("NGRAM_TILT") == "True" for run in folder.runs)
-
-
 def close(given: object, found: object, digits: int) -> bool:
-    """Whether a figure of submission.json equals the logs' to as many digits as it has, and to at
-    least `digits`."""
+    """Whether a figure equals the logs' to as many digits as it has, and to at least `digits`."""
     if not (isinstance(given, (int, float)) and isinstance(found, (int, float))):
         return False
     digits = max(digits, len(repr(float(given)).partition(".")[2]))
@@ -223,7 +196,7 @@ def same_figures(folder: Folder) -> Iterator[Verdict]:
         yield Verdict("n/a", rule, "there are no readable logs, or no script")
         return
     facts = make_record.summary(folder.runs, len(folder.code))
-    given = folder.submission | {"compliance": compliance(folder)}
+    given = folder.submission | {"compliance": folder.compliance}
     ours, logged = all(run.started for run in folder.runs), facts["seed_results"]
     if not ours:  # published ones describe the machine in their own words
         facts = {name: fact for name, fact in facts.items() if name in FIGURES}
@@ -259,10 +232,10 @@ def contradictions(given: dict, facts: dict, place: str = "") -> Iterator[str]:
             continue
         elif name == "val_loss" and close(value, facts["val_bpb"], 3):
             yield f"val_loss is {value}, which is bits per byte: val_loss is nats per token, {fact}"
-        # In older records it has the calibration.
-        elif name != "step_avg_ms" or not close(
-            value, round(1000 * facts["train_time_s"] / facts["steps"], 2), 4
-        ):
+        elif name == "step_avg_ms":  # in older records it has the calibration
+            if not close(value, round(1000 * facts["train_time_s"] / facts["steps"], 2), 4):
+                yield f"{name}{place} is {value!r}, the logs show {fact!r}"
+        else:
             yield f"{name}{place} is {value!r}, the logs show {fact!r}"
 
 
@@ -283,47 +256,36 @@ def one_configuration(folder: Folder) -> Iterator[Verdict]:
     members = folder.runs
     yield verdict("all seeds of a mean are from one configuration", runs.differences(members))
     seeds = [run.seed for run in members]
-    fault = ""
-    if None in seeds:
-        fault = "a log does not contain its seed"
-    elif len(set(seeds)) < len(seeds):
-        fault = f"seeds {seeds}: one occurs twice"
+    fault = f"seeds {seeds}: one occurs twice" * (len(set(seeds)) < len(seeds))
+    fault = "a log does not contain its seed" if None in seeds else fault
     yield verdict("each log is of a seed of its own", fault, " ".join(map(str, seeds)))
     scored = {(run.score.tokens, run.score.nbytes) for run in members}
     tokens, nbytes = next(iter(scored), (None, None))
-    detail = (
-        f"{tokens:,} tokens, {nbytes:,} bytes"
-        if tokens and nbytes
-        else "the logs do not say how much"
-    )
+    detail = "the logs do not say how much"
+    if tokens and nbytes:
+        detail = f"{tokens:,} tokens, {nbytes:,} bytes"
     fault = f"tokens and bytes are {sorted(map(str, scored))}" if len(scored) > 1 else ""
     yield verdict("all seeds scored the same text", fault, detail)
     yield same_script(folder)
 
 
 def same_script(folder: Folder) -> Verdict:
-    """Whether the script in the folder, packed or not, is the file that ran: by its source and by
-    its size."""
+    """Whether the script in the folder, packed or not, is the file that ran, by source and size."""
     rule = "train_gpt.py is the script that the logs show"
     shown = [run for run in folder.logs if run.source is not None]
     if not shown or folder.source is None:
         return Verdict("n/a", rule, "the logs do not begin with the script")
-    source = folder.source.strip()
-    if other := [run.path.name for run in folder.logs if (run.source or b"").strip() != source]:
-        return Verdict("FAIL", rule, f"{', '.join(other)} does not begin with it")
+    source, fault = folder.source.strip(), ""
     size, counted = len(folder.code), {run.code_bytes for run in shown} - {None}
-    if counted - {size}:
-        return Verdict(
-            "FAIL",
-            rule,
-            f"it has {size} bytes, the code that ran {' or '.join(map(str, sorted(counted)))}",
-        )
     beside = folder.path / make_record.READABLE
-    if beside.exists() and beside.read_bytes() != folder.source:
-        return Verdict("FAIL", rule, f"{beside.name} is not its source")
-    return Verdict(
-        "ok", rule, f"packed, {size:,} bytes" if folder.code != folder.source else f"{size:,} bytes"
-    )
+    if other := [run.path.name for run in folder.logs if (run.source or b"").strip() != source]:
+        fault = f"{', '.join(other)} does not begin with it"
+    elif counted - {size}:
+        ran = " or ".join(map(str, sorted(counted)))
+        fault = f"it has {size} bytes, the code that ran {ran}"
+    elif beside.exists() and beside.read_bytes() != folder.source:
+        fault = f"{beside.name} is not its source"
+    return verdict(rule, fault, "packed, " * (folder.code != folder.source) + f"{size:,} bytes")
 
 
 def limits(folder: Folder) -> Iterator[Verdict]:
@@ -360,17 +322,16 @@ def time_limit(folder: Folder, what: str, times: dict[int | None, float | None])
     rule = f"{what} takes at most 10 minutes"
     unknown = [str(seed) for seed, time in times.items() if time is None]
     if unknown or not times:
-        return Verdict(
-            "n/a", rule, f"the logs do not contain it ({', '.join(unknown) or 'there are none'})"
-        )
-    fault = "; ".join(
-        f"seed {seed}: {time:.2f} s" for seed, time in times.items() if time > SECONDS
-    )
-    resumed = [str(run.seed) for run in folder.runs if run.resumed]
+        missing = ", ".join(unknown) or "there are none"
+        return Verdict("n/a", rule, f"the logs do not contain it ({missing})")
+    slow = [f"seed {seed}: {time:.2f} s" for seed, time in times.items() if time > SECONDS]
+    resumed = " ".join(str(run.seed) for run in folder.runs if run.resumed)
     detail = f"{max(times.values()):.1f} s at most"
     if resumed and what == "training":
-        detail += f"; seed {' '.join(resumed)} was stopped and resumed, and steps lost by that are not counted"
-    return verdict(rule, fault, detail)
+        detail += (
+            f"; seed {resumed} was stopped and resumed, and steps lost by that are not counted"
+        )
+    return verdict(rule, "; ".join(slow), detail)
 
 
 def machine(folder: Folder) -> Verdict:
@@ -379,13 +340,10 @@ def machine(folder: Folder) -> Verdict:
     if folder.non_record:
         return Verdict("n/a", rule, f"a non-record; it ran on {found}")
     if not folder.runs or any(run.device is None or run.ranks is None for run in folder.runs):
-        given = folder.submission.get("hardware", "nothing")
-        return Verdict(
-            "n/a", rule, f"the logs do not contain the machine; submission.json says {given}"
-        )
-    return verdict(
-        rule, "" if make_record.on_8xh100(folder.runs) else f"they ran on {found}", found
-    )
+        said = f"submission.json says {folder.submission.get('hardware', 'nothing')}"
+        return Verdict("n/a", rule, f"the logs do not contain the machine; {said}")
+    right = make_record.on_8xh100(folder.runs)
+    return verdict(rule, "" if right else f"they ran on {found}", found)
 
 
 def modules(nodes: Iterable[ast.AST]) -> set[str]:
@@ -418,10 +376,9 @@ def script(folder: Folder) -> Iterator[Verdict]:
         return
     yield Verdict("ok", COMPILES, "")
     yield starts(folder)
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    if len(tree.body) < 8 and any(
-        getattr(call.func, "id", "") in ("exec", "eval") for call in calls
-    ):
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    packed = any(getattr(function, "id", "") in ("exec", "eval") for function in calls)
+    if packed and len(tree.body) < 8:
         for rule in (LISTED, OFFLINE):
             yield Verdict("n/a", rule, "it executes code that an unknown packer has packed")
     else:
@@ -430,28 +387,19 @@ def script(folder: Folder) -> Iterator[Verdict]:
 
 def packages(folder: Folder, tree: ast.Module) -> Iterator[Verdict]:
     """The imports of the script. It cannot run without those at its top; others may be optional."""
-    at_top = [
-        inner
-        for node in tree.body
-        for inner in (node.body if isinstance(node, ast.With) else [node])
-    ]
-    every, top = modules(ast.walk(tree)), modules(at_top)
+    at_top = [node.body if isinstance(node, ast.With) else [node] for node in tree.body]
+    every, top = modules(ast.walk(tree)), modules(sum(at_top, []))
     path = folder.path / "requirements.txt"
     allowed, where = GIVEN, "the challenge's own requirements (the folder has none)"
     if path.exists():
-        names = (
-            re.split(r"[\s=<>!~\[;#@]", line.strip())[0] for line in path.read_text().splitlines()
-        )
+        names = re.findall(r"(?m)^\s*([^\s=<>!~\[;#@]+)", path.read_text())
         allowed, where = {name.lower().replace("-", "_") for name in names}, "requirements.txt"
 
     def unlisted(found: set[str]) -> str:
         # triton comes with torch; "importing FlashAttention, etc. is completely fine"
-        external = {
-            name
-            for name in found - sys.stdlib_module_names - {"triton"}
-            if not name.startswith("flash_attn")
-        }
-        return ", ".join(sorted(name for name in external if name.lower() not in allowed))
+        external = sorted(found - sys.stdlib_module_names - {"triton"})
+        external = [name for name in external if not name.startswith("flash_attn")]
+        return ", ".join(name for name in external if name.lower() not in allowed)
 
     fault = f"{unlisted(top)} is not in {where}" if unlisted(top) else ""
     detail = ", ".join(sorted(top - sys.stdlib_module_names))
@@ -472,18 +420,16 @@ def starts(folder: Folder) -> Verdict:
     command = [sys.executable, "-B", "train_gpt.py", "--help"]
     names = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
     environment = {name: os.environ[name] for name in names if name in os.environ}
+    options = {"cwd": folder.path, "env": environment, "capture_output": True, "text": True}
     try:
-        result = subprocess.run(
-            command, cwd=folder.path, env=environment, capture_output=True, text=True, timeout=120
-        )
+        result = subprocess.run(command, **options, timeout=120)
     except subprocess.TimeoutExpired:
         return Verdict("FAIL", STARTS, "no answer within 120 s")
     if missing := re.search(r"No module named '([\w.]+)'", result.stderr):
         return Verdict("n/a", STARTS, f"{missing[1]} is not installed here")
     output = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()
-    return verdict(
-        STARTS, f"exit status {result.returncode}: {output[-1][:160]}" if result.returncode else ""
-    )
+    fault = f"exit status {result.returncode}: {output[-1][:160]}"
+    return verdict(STARTS, fault if result.returncode else "")
 
 
 def significance(folder: Folder) -> Verdict:
@@ -493,20 +439,15 @@ def significance(folder: Folder) -> Verdict:
 
 
 def probes(folder: Folder) -> Iterator[Verdict]:
-    """The probes of tools/legality.py on the folder's own evaluation, with a small model of random
-    weights."""
+    """The probes of tools/legality.py on the folder's own evaluation."""
     rule = "C1 causal, C2 normalised, C3 score before update, C4 once from left to right"
     ours = folder.source is not None and b"class Evaluator" in folder.source
-    if not ours or not folder.runs or not folder.runs[0].changed:
-        yield Verdict(
-            "n/a", rule, "the probes do not fit: its evaluation is not built like this project's"
-        )
-        return
-    module = legality.load(folder.source, folder.path / "train_gpt.py")
-    if not legality.fits(module):
-        yield Verdict(
-            "n/a", rule, "the probes do not fit: they are for a later version of the script"
-        )
+    why = "its evaluation is not built like this project's"
+    if ours and folder.runs and folder.runs[0].changed:
+        module = legality.load(folder.source, folder.path / "train_gpt.py")
+        why = "" if legality.fits(module) else "they are for a later version of the script"
+    if why:
+        yield Verdict("n/a", rule, f"the probes do not fit: {why}")
         return
     fault = legality.suite(module, folder.runs[0].configuration)
     yield verdict(rule, fault, "probed on a small model with the run's kinds of evaluation")

@@ -25,6 +25,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 import program
 from lib import record_curves, runs
 from lib.runs import Run, UserError
+from train_gpt import require
 
 MARGIN = 0.005  # nats by which a record is better, by the challenge's rule
 RECORD_LEVEL = 0.01  # of its p, by the same rule
@@ -50,8 +51,7 @@ def scipy_stats() -> ModuleType:
 
 
 def welch(a: list[float], b: list[float], margin: float = 0.0) -> Test | None:
-    """The test with unequal variances, or None if the variances are unknown (a single value) or
-    zero."""
+    """The test with unequal variances, or None if these are unknown (a single value) or zero."""
     if min(len(a), len(b)) < 2:
         return None
     variance = sum(statistics.variance(side) / len(side) for side in (a, b))
@@ -80,27 +80,23 @@ def losses(a: list[Run], b: list[Run]) -> tuple[list[float], list[float], str]:
     Raises UserError if the scores cannot be compared.
     """
     sizes = {run.score.nbytes for run in (*a, *b)} - {None}
-    if len(sizes) > 1:
-        counts = " and ".join(f"{size:,}" for size in sorted(sizes))
-        raise UserError(f"the logs were scored on {counts} bytes: score all on the same text")
+    counts = " and ".join(f"{size:,}" for size in sorted(sizes))
+    other = f"the logs were scored on {counts} bytes: score all on the same text"
+    require(len(sizes) < 2, other)
     # Nats per token divided by bits per byte depends on the tokenizer and the text alone.
     rates = [[run.score.loss / run.score.bpb for run in side] for side in (a, b)]
+    mixed = "the logs of one side were scored on different texts or tokenizers"
     for side in rates:
-        if max(side) / min(side) > 1.0001:
-            raise UserError(
-                "the logs of one side were scored on different texts or tokenizers; compare one at a time"
-            )
+        require(max(side) / min(side) <= 1.0001, f"{mixed}; compare one at a time")
     rate_a, rate_b = rates[0][0], rates[1][0]
     of_b = [run.score.loss for run in b]
     if abs(rate_a / rate_b - 1) >= 1e-4:
         note = "the tokenizers differ: A's bits per byte are converted to nats per token of B"
         return [run.score.bpb * rate_b for run in a], of_b, note
     scored = {run.score.tokens for run in (*a, *b)} - {None}
-    if len(scored) > 1:
-        counts = " and ".join(map(str, sorted(scored)))
-        raise UserError(
-            f"A and B were scored on {counts} tokens: score both on the whole validation split"
-        )
+    counts = " and ".join(map(str, sorted(scored)))
+    other = f"A and B were scored on {counts} tokens: score both on the whole validation split"
+    require(len(scored) < 2, other)
     return [run.score.loss for run in a], of_b, ""
 
 
@@ -168,13 +164,10 @@ def conclusion(p: float | None) -> str:
 def unlike(a: Run, b: Run) -> str:
     """The knobs in which two runs differ, and whether their scripts do."""
     old, new = a.configuration, b.configuration
-    knobs = [
-        f"{name} {old.get(name, 'not set')} -> {new.get(name, 'not set')}"
-        for name in old | new
-        if old.get(name) != new.get(name)
-    ]
-    script = "; the script" if None not in (a.source, b.source) and a.source != b.source else ""
-    return ("; ".join(knobs) or "no logged knob") + script
+    names = [name for name in old | new if old.get(name) != new.get(name)]
+    knobs = [f"{n} {old.get(n, 'not set')} -> {new.get(n, 'not set')}" for n in names]
+    scripts = {a.source, b.source} - {None}
+    return ("; ".join(knobs) or "no logged knob") + "; the script" * (len(scripts) > 1)
 
 
 def on_equal_seeds(
@@ -203,8 +196,7 @@ def unequal_seeds(a: list[Run], b: list[Run], of_a: list[float], of_b: list[floa
 
 
 def tests_of(a: list[Run], b: list[Run], of_a: list[float], of_b: list[float]) -> list[str]:
-    """A line per test: better at all and better by the margin, for the groups and for pairs with
-    equal seeds."""
+    """A line per test: better at all, and by the margin; of groups, and of pairs by seed."""
     seeds, by_seed = on_equal_seeds(a, b, of_a, of_b)
     lines = []
     by_margin = f"better by more than {MARGIN} nats"
@@ -215,10 +207,8 @@ def tests_of(a: list[Run], b: list[Run], of_a: list[float], of_b: list[float]) -
             found = f"t = {test.t:.2f}, df = {test.df:.1f}, p = {test.p:.4g}"
         lines.append(f"Welch, one-sided, B {what}: {found}")
         if len(seeds) > 1 and (test := paired(*by_seed, margin)):
-            names = " ".join(map(str, seeds))
-            lines.append(
-                f"  paired by seed ({names}): t = {test.t:.2f}, df = {test.df:.0f}, p = {test.p:.4g}"
-            )
+            found = f"t = {test.t:.2f}, df = {test.df:.0f}, p = {test.p:.4g}"
+            lines.append(f"  paired by seed ({' '.join(map(str, seeds))}): {found}")
     if test := welch(of_a, of_b):
         seeds = f"{len(a)} and {len(b)} seeds"
         least = f"only a gain of {detectable(test):.4f} nats or more"
@@ -227,8 +217,7 @@ def tests_of(a: list[Run], b: list[Run], of_a: list[float], of_b: list[float]) -
 
 
 def report(a: list[Run], b: list[Run]) -> tuple[bool, str]:
-    """(whether B would count, the whole report). Raises UserError if some runs, but not all, are on
-    both sides."""
+    """(whether B would count, the whole report). Raises UserError if the sides overlap."""
     paths_a, paths_b = ({run.path.resolve() for run in side} for side in (a, b))
     if paths_a == paths_b:
         return False, f"{runs.table(a)}\n\nB is equal to A: both are the same runs"
@@ -236,25 +225,18 @@ def report(a: list[Run], b: list[Run]) -> tuple[bool, str]:
         raise UserError(f"{min(shared)} is on both sides: leave it out of one of them")
     lines = []
     for name, side in (("A", a), ("B", b)):
-        lines += [
-            f"{name}: {side[0].path.parent}, score {side[0].score_name}",
-            runs.table(side),
-            "",
-        ]
+        head = f"{name}: {side[0].path.parent}, score {side[0].score_name}"
+        lines += [head, runs.table(side), ""]
     of_a, of_b, note = losses(a, b)
     if note:
         lines.append(f"note: {note}")
     lines.append(f"what differs: {unlike(a[0], b[0])}")
     nats = statistics.fmean(of_b) - statistics.fmean(of_a)
-    bits = statistics.fmean(run.score.bpb for run in b) - statistics.fmean(
-        run.score.bpb for run in a
-    )
+    bits_a, bits_b = (statistics.fmean(run.score.bpb for run in side) for side in (a, b))
     if unequal := unequal_seeds(a, b, of_a, of_b):
         lines.append(f"note: {unequal}")
-    lines += [
-        f"B - A: {nats:+.5f} nats per token, {bits:+.5f} bits per byte",
-        *tests_of(a, b, of_a, of_b),
-    ]
+    lines.append(f"B - A: {nats:+.5f} nats per token, {bits_b - bits_a:+.5f} bits per byte")
+    lines += tests_of(a, b, of_a, of_b)
     counts, why = verdict(a, b)
     test = welch(of_a, of_b)
     found = f"better at all: {conclusion(test and test.p)}"
@@ -263,11 +245,10 @@ def report(a: list[Run], b: list[Run]) -> tuple[bool, str]:
 
 def main() -> None:
     parser = program.parser(__doc__)
-    parser.add_argument("a", help="logs of the baseline or of the record to beat")
-    parser.add_argument("b", nargs="?", help="logs of the candidate")
-    parser.add_argument(
-        "--record", choices=record_curves.RATES, help="compare the log A with a record's losses"
-    )
+    add, text = parser.add_argument, "compare the log A with a record's losses"
+    add("a", help="logs of the baseline or of the record to beat")
+    add("b", nargs="?", help="logs of the candidate")
+    add("--record", choices=record_curves.RATES, help=text)
     arguments = parser.parse_args()
     if (arguments.b is None) == (arguments.record is None):
         parser.error("give either the logs B or --record")

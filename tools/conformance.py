@@ -6,9 +6,8 @@
 
 tools/golden/<pull request>.json has the golden numbers of a published script, computed in fp32
 on tiny models: losses, logits, gradients, five optimizer steps, schedules, codes, and low-rank
-test-time training. Weights, tokens, gradients and probes follow from seeds of numpy's RandomState,
-so no file of weights is needed. "equal" is within the file's tolerance. "by design" differs for the
-reason given. "DIFFERS" is a fault, and the exit status is then 1.
+test-time training. Weights, tokens, gradients and probes follow from seeds. "equal" is within the
+file's tolerance. "by design" differs for the reason given. "DIFFERS" is a fault: exit status 1.
 """
 
 import json
@@ -22,14 +21,13 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import program
-from train_gpt import importing, require
-
-with importing("requirements.txt"):
-    import numpy as np
-    import torch
-    from torch import Tensor
-
 import train_gpt as script
+from train_gpt import require
+
+# isort: split
+import numpy as np
+import torch
+from torch import Tensor
 
 FOLDER = Path(__file__).resolve().parent / "golden"
 EQUAL, DIFFERS, BY_DESIGN = "equal", "DIFFERS", "by design"
@@ -75,10 +73,8 @@ class Golden:
         self.entries = self.facts["parameters"]["list"]
 
     def knobs(self, *more: dict[str, str]) -> script.Hyperparameters:
-        merged = dict(self.facts["knobs"])
-        for part in more:
-            merged |= part
-        return script.Hyperparameters.from_env(merged)
+        parts = (self.facts["knobs"], *more)
+        return script.Hyperparameters.from_env({k: v for part in parts for k, v in part.items()})
 
     def model(self, hp: script.Hyperparameters, fixed: dict) -> script.GPT:
         """Our model with the file's weights; `fixed` has constants for some parameters."""
@@ -120,24 +116,29 @@ class Golden:
             values = tensors[name].detach().double().numpy().reshape(entry["shape"])
             norm, product = expected[name]
             probe = normal(seed + index, entry["shape"])
-            found = {
-                "norm": (norm, np.linalg.norm(values)),
-                "probe": (product, (values * probe).sum()),
-            }
+            found = {"norm": (norm, np.linalg.norm(values))}
+            found["probe"] = (product, (values * probe).sum())
             for label, (want, got) in found.items():
                 if want is not None:  # some sources have norms only
                     difference = abs(got - want) / max(norm, 1e-30)
-                    yield finding(case, f"{what} {name} {label}", want, got, difference, limit)
+                    yield finding(case, f"{what} {name} {label}", want, got, limit, difference)
 
 
-def finding(case, quantity, expected, found, difference, limit, why: str = "") -> Finding:
-    """With a reason a difference is by design."""
+def finding(
+    case: str,
+    quantity: str,
+    expected: float,
+    found: float,
+    limit: float,
+    difference: float | None = None,
+    why: str = "",
+) -> Finding:
+    """The difference is relative unless it is given. With a reason it is by design."""
+    expected, found = float(expected), float(found)
+    difference = gap(found, expected) if difference is None else float(difference)
     within = difference <= limit  # False for nan
     verdict = EQUAL if within else BY_DESIGN if why else DIFFERS
-    reason = "" if within else why
-    return Finding(
-        case, quantity, float(expected), float(found), float(difference), verdict, reason
-    )
+    return Finding(case, quantity, expected, found, difference, verdict, "" if within else why)
 
 
 def check_forward(golden: Golden) -> Iterator[Finding]:
@@ -152,13 +153,13 @@ def check_forward(golden: Golden) -> Iterator[Finding]:
         logits = model(ids[:, :-1], config=config).detach()
         loss = model(ids[:, :-1], ids[:, 1:], config=config)
         loss.backward()
-        found, want = float(loss.detach()), case["loss"]
-        yield finding(name, "loss", want, found, gap(found, want), limits["loss"])
+        found = float(loss.detach())
+        yield finding(name, "loss", case["loss"], found, limits["loss"])
         size = float(np.sqrt(np.mean(np.square(case["logits"]))))
         for place, want in zip(case["places"], case["logits"], strict=True):
             got = float(logits[tuple(place)])
-            where = f"logit {place}"
-            yield finding(name, where, want, got, abs(got - want) / size, limits["logits"])
+            off = abs(got - want) / size
+            yield finding(name, f"logit {place}", want, got, limits["logits"], off)
         gradients = {
             parameter: p.grad / golden.scale(parameter, model)
             for parameter, p in model.named_parameters()
@@ -167,8 +168,8 @@ def check_forward(golden: Golden) -> Iterator[Finding]:
         expected = case["gradients"]
         yield from golden.compare(name, "gradient", gradients, expected, limits["gradients"])
         if across := case.get("across_documents"):
-            want, why = across["loss"], across["why"]
-            yield finding(name, "loss across documents", want, found, gap(found, want), 0.0, why)
+            what, why = "loss across documents", across["why"]
+            yield finding(name, what, across["loss"], found, 0.0, why=why)
 
 
 def check_optimizer(golden: Golden) -> Iterator[Finding]:
@@ -214,8 +215,8 @@ def check_schedule(golden: Golden) -> Iterator[Finding]:
             found = script.schedule(hp, step, seconds, facts["end"])
             values = (found.lr_scale, found.momentum, found.looping)
             for what, want, got in zip(("rate", "momentum", "loop"), expected, values, strict=True):
-                limit, difference = golden.limits["schedule"], abs(got - want)
-                yield finding("schedule", f"{what}, step {step}", want, got, difference, limit, why)
+                what, limit = f"{what}, step {step}", golden.limits["schedule"]
+                yield finding("schedule", what, want, got, limit, abs(got - want), why)
 
 
 def compare_codes(
@@ -223,13 +224,10 @@ def compare_codes(
 ) -> Iterator[Finding]:
     """Their sum, and their product with a probe."""
     product = (codes * normal(seed, case["shape"])).sum()
-    for what, want, got in (
-        ("sum", case["codes_sum"], codes.sum()),
-        ("probe", case["codes_inner"], product),
-    ):
-        yield finding(
-            name, f"codes, {what}", want, got, abs(got - want) / case["codes_norm"], limit
-        )
+    pairs = {"sum": (case["codes_sum"], codes.sum()), "probe": (case["codes_inner"], product)}
+    for what, (want, got) in pairs.items():
+        off = abs(got - want) / case["codes_norm"]
+        yield finding(name, f"codes, {what}", want, got, limit, off)
 
 
 def check_rounding(golden: Golden) -> Iterator[Finding]:
@@ -243,14 +241,13 @@ def check_rounding(golden: Golden) -> Iterator[Finding]:
         steps = rule.default_steps(rows)[:, 0].tolist()
         for row, (want, got) in enumerate(zip(case["steps"], steps, strict=True)):
             what, why = f"step of row {row}", case.get("why", "")
-            yield finding(name, what, want, got, gap(got, want), limits["steps"], why)
+            yield finding(name, what, want, got, limits["steps"], why=why)
         steps_of_codes = float32(case["steps_of_codes"])[:, None]
         codes = script.to_codes(rows, steps_of_codes, limit_of_codes)
         codes, stored = codes.double().numpy(), np.asarray(case["steps"])[:, None]
         error = float(np.sqrt(np.mean((codes * stored - rows.double().numpy()) ** 2)))
         yield from compare_codes(name, case, codes, case["probe_seed"], limits["codes"])
-        want = case["rms_error"]
-        yield finding(name, "codes, error", want, error, gap(error, want), limits["codes"])
+        yield finding(name, "codes, error", case["rms_error"], error, limits["codes"])
 
 
 def check_steps(golden: Golden) -> Iterator[Finding]:
@@ -259,7 +256,7 @@ def check_steps(golden: Golden) -> Iterator[Finding]:
     for case in golden.facts.get("steps", []):
         for name in case["matrices"]:
             want, limit = case["step_in_row_deviations"], golden.limits["steps"]
-            yield finding("steps", name, want, got, gap(got, want), limit, case["why"])
+            yield finding("steps", name, want, got, limit, why=case["why"])
 
 
 def check_gptq(golden: Golden) -> Iterator[Finding]:
@@ -276,18 +273,13 @@ def check_gptq(golden: Golden) -> Iterator[Finding]:
     steps = float32(case["steps"])[:, None]
     factor = script.inverse_factor(script.damped(hessian[None], 0.01))
     limit_of_codes = 2 ** (case["bits"] - 1) - 1
-    codes = script.gptq(
-        weights[None],
-        *factor,
-        steps[None],
-        lambda column: script.to_codes(column, steps, limit_of_codes),
-    )[0].double()
+    to_codes = lambda column: script.to_codes(column, steps, limit_of_codes)  # noqa: E731
+    codes = script.gptq(weights[None], *factor, steps[None], to_codes)[0].double()
     error = codes * steps.double() - weights.double()
     cost = float(((error @ hessian.double()) * error).sum())
     limit = golden.limits["gptq"]
     yield from compare_codes("GPTQ", case, codes.numpy(), seed + 3, limit)
-    want = case["weighted_error"]
-    yield finding("GPTQ", "weighted error", want, cost, gap(cost, want), limit)
+    yield finding("GPTQ", "weighted error", case["weighted_error"], cost, limit)
 
 
 def given_adapter(facts: dict, case: dict, hp: script.Hyperparameters) -> script.Adapter:
@@ -316,9 +308,8 @@ def lora_losses(golden: Golden, case: dict) -> tuple[list[float], float]:
     text = script.Validation(ids[0].numpy(), np.ones(length), device)
     facts_of_run = {"device": device, "comm": script.Comm(), "compiled": False}
     runtime = SimpleNamespace(micro_batch_tokens=length, **facts_of_run)
-    scorer = script.Evaluator(
-        model, text, hp, runtime, script.ForwardConfig(hp.layer_order()), hp.eval_stride
-    )
+    config = script.ForwardConfig(hp.layer_order())
+    scorer = script.Evaluator(model, text, hp, runtime, config, hp.eval_stride)
     adapter = given_adapter(facts, case, hp)
 
     def score(begin: int, state: script.LoraState) -> float:
@@ -341,11 +332,10 @@ def check_lora(golden: Golden) -> Iterator[Finding]:
         name = case["name"]
         given, after = lora_losses(golden, case)
         for number, (want, got) in enumerate(zip(case["given_factors"], given, strict=True)):
-            what = f"loss of chunk {number + 1}"
-            yield finding(name, what, want, got, gap(got, want), limits["lora_loss"])
+            yield finding(name, f"loss of chunk {number + 1}", want, got, limits["lora_loss"])
         want = case["after_one_step"]
-        difference = abs(after - want) / abs(want - case["given_factors"][1])
-        yield finding(name, "after a step", want, after, difference, limits["lora_step"])
+        off = abs(after - want) / abs(want - case["given_factors"][1])
+        yield finding(name, "after a step", want, after, limits["lora_step"], off)
 
 
 def check_tilt(golden: Golden) -> Iterator[Finding]:
@@ -361,8 +351,7 @@ def check_tilt(golden: Golden) -> Iterator[Finding]:
         expected[place] = token
     found = script.ngram_hints(targets)
     for what, places in (("hints", expected >= 0), ("none expected", expected < 0)):
-        want, got = places.sum(), (found == expected)[places].sum()
-        yield finding("tilt", what, want, got, gap(got, want), 0.0)
+        yield finding("tilt", what, places.sum(), (found == expected)[places].sum(), 0.0)
     loss = facts["loss"]
     for number, (chance, right, before, after) in enumerate(zip(*loss.values(), strict=True)):
         # Of three tokens: the hint, another one, and what is left
@@ -370,20 +359,11 @@ def check_tilt(golden: Golden) -> Iterator[Finding]:
         logits = torch.tensor([[[chance, other, 1 - chance - other]]], dtype=torch.float64).log()
         target, hint = torch.tensor([[0 if right else 1]]), torch.tensor([[0]])
         got = script.token_losses(logits, target, "none", hint).item()
-        limit = golden.limits["loss"]
-        yield finding("tilt", f"loss {number + 1}", after, got, gap(got, after), limit)
+        yield finding("tilt", f"loss {number + 1}", after, got, golden.limits["loss"])
 
 
-CHECKS = (
-    check_forward,
-    check_optimizer,
-    check_schedule,
-    check_rounding,
-    check_steps,
-    check_gptq,
-    check_lora,
-    check_tilt,
-)
+CHECKS = (check_forward, check_optimizer, check_schedule, check_rounding)
+CHECKS += (check_steps, check_gptq, check_lora, check_tilt)
 
 
 def files() -> list[str]:
@@ -404,9 +384,7 @@ def worst(findings: list[Finding]) -> Iterator[Finding]:
         kind = found.quantity.split()[0].rstrip(",")
         groups.setdefault((found.case, kind, found.verdict), []).append(found)
     for group in groups.values():
-        found = max(
-            group, key=lambda one: one.difference if math.isfinite(one.difference) else math.inf
-        )
+        found = max(group, key=lambda one: np.nan_to_num(one.difference, nan=math.inf))
         count = f" of {len(group)}" if len(group) > 1 else ""
         yield found._replace(quantity=f"{found.quantity}{count}")
 
@@ -420,16 +398,14 @@ def main() -> None:
     differs = 0
     for name in arguments.pull_requests or files():
         findings = check(name)
-        print(
-            f"\n#{name}\n{'case':40} {'quantity':30} {'expected':>14} {'found':>14} {'rel.':>9}  verdict"
-        )
+        head = f"{'expected':>14} {'found':>14} {'rel.':>9}  verdict"
+        print(f"\n#{name}\n{'case':40} {'quantity':30} {head}")
         for found in findings if arguments.all else worst(findings):
             print(found.line())
-        counts = {kind: 0 for kind in (EQUAL, BY_DESIGN, DIFFERS)}
-        for found in findings:
-            counts[found.verdict] += 1
-        differs += counts[DIFFERS]
-        print(", ".join(f"{number} {kind}" for kind, number in counts.items()))
+        verdicts = [found.verdict for found in findings]
+        differs += verdicts.count(DIFFERS)
+        kinds = (EQUAL, BY_DESIGN, DIFFERS)
+        print(", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds))
     sys.exit(1 if differs else 0)
 
 

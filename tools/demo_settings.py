@@ -14,35 +14,28 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "data")]
 
 import program
 import shards
-from train_gpt import Hyperparameters, UserError
+from train_gpt import Hyperparameters, require
 
 CPU = program.read_env(ROOT / "configs" / "cpu.env")
 
 
 def data_knobs(environ: Mapping[str, str]) -> dict[str, object]:
-    """The demonstration's data; or, for a DATA_PATH, what its manifest says of its tokenizer.
-    Raises UserError."""
+    """The demonstration's data; or what the manifest of DATA_PATH says of its tokenizer."""
     folder = Path(environ.get("DATA_PATH") or "demo_data")
     if not environ.get("DATA_PATH"):
         return {"DATA_PATH": folder, "TOKENIZER_PATH": folder / "tokenizer.model"}
-    if not folder.is_dir():
-        raise UserError(
-            f"DATA_PATH={folder} does not exist: set the folder of your shards, or unset it"
-        )
-    manifest = shards.read_manifest(folder)
-    if manifest:
+    missing = f"DATA_PATH={folder} does not exist: set the folder of your shards, or unset it"
+    require(folder.is_dir(), missing)
+    if manifest := shards.read_manifest(folder):
         tokenizer = manifest["tokenizer"]
         return {"TOKENIZER_PATH": folder / tokenizer["path"], "VOCAB_SIZE": tokenizer["vocab_size"]}
-    if not environ.get("TOKENIZER_PATH"):
-        raise UserError(
-            f"DATA_PATH={folder} has no manifest.json that names its tokenizer: set TOKENIZER_PATH and VOCAB_SIZE"
-        )
+    unnamed = f"DATA_PATH={folder} has no manifest.json that names its tokenizer"
+    require(environ.get("TOKENIZER_PATH"), f"{unnamed}: set TOKENIZER_PATH and VOCAB_SIZE")
     return {}
 
 
 def run_id(environ: Mapping[str, str], logs: Path = Path("logs")) -> str:
-    """The first of demo, demo2, ... that has no log. A sweep adds to the name, and a resumed run
-    keeps it."""
+    """The first of demo, demo2, ... without a log. Sweeps and resumed runs keep theirs."""
     name, number = "demo", 1
     again = any(environ.get(variable) for variable in ("SEEDS", "GRID", "RESUME"))
     while not again and (logs / f"{name}.txt").exists():
@@ -67,8 +60,7 @@ def settings(environ: Mapping[str, str], cores: int) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = program.parser(__doc__)
-    parser.parse_args()
+    program.parser(__doc__).parse_args()
     for name, value in settings(os.environ, program.cores()).items():
         sys.stdout.buffer.write(os.fsencode(f"{name}={value}\n"))  # paths as they are
 

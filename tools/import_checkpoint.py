@@ -8,13 +8,12 @@ A checkpoint of train_gpt.py has its knobs. Its average, if it has one, is expor
 batches after its last step calibrate.
 
 final_model.pt is what #399, #549, #2135 and their relatives write before they round: torch.save of a
-state dict, or the same as a safetensors file, in banks or with one matrix per layer. Sizes follow
-from its tensors. --as is a file of variables with what no tensor shows: skips, activation, rotary
-base, loop and others (docs/configurations.md has the list), but not how to export and score. Set
-DATA_PATH and TOKENIZER_PATH to its data. It is first scored without mask and tilt: compare that
-with "DIAGNOSTIC post_ema" in its script's log. The script's SmearGate and BigramHash look across the
-start of a document, ours do not, so both losses are given. If neither is yours, --as is not what the
-script computes. --their-bpb and --their-bytes put its export into the table.
+state dict, or the same as a safetensors file. --as is a file of variables with what no tensor shows
+(docs/configurations.md has the list), but not how to export and score. Set DATA_PATH and
+TOKENIZER_PATH to its data. It is first scored without mask and tilt: compare that with "DIAGNOSTIC
+post_ema" in its script's log. The script's SmearGate and BigramHash look across the start of a
+document, ours do not, so both losses are given. If neither is yours, --as is not what the script
+computes. --their-bpb and --their-bytes put its export into the table.
 
 Nothing in a checkpoint is executed. Variables of the environment override its knobs. The weights are
 scored in rows of EVAL_SEQ_LEN tokens without overlap; a loss above that of guessing is an error.
@@ -51,6 +50,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 import program
 import launch
 import train_gpt
+from lib import runs
 from train_gpt import Hyperparameters, Tensors, UserError, Validation, as_user_error, require
 
 # isort: split
@@ -94,16 +94,9 @@ JOINED = {
 }
 CAPS = ("softcap_pos", "softcap_neg")  # ()
 # Knobs that decide whether the model has a parameter of ours, and its shape.
-KNOBS_OF = {
-    "smear_gate": "SMEAR_TOKEN",
-    "skip_scale": "NUM_LAYERS, LOOP_VISITS and LOOP_LAYERS",
-    "skip_gate": "SKIPS",
-    "attn_gate": "ATTN_GATE",
-    "mlp_gate": "MLP_GATE",
-    "lane_mix": "LANES_LAST_N",
-    "mudd_in": "MUDD",
-    "mudd_out": "MUDD",
-}
+KNOBS_OF = {"smear_gate": "SMEAR_TOKEN", "skip_gate": "SKIPS", "lane_mix": "LANES_LAST_N"}
+KNOBS_OF |= {"skip_scale": "NUM_LAYERS, LOOP_VISITS and LOOP_LAYERS", "attn_gate": "ATTN_GATE"}
+KNOBS_OF |= {"mlp_gate": "MLP_GATE", "mudd_in": "MUDD", "mudd_out": "MUDD"}
 # Knobs of the export, and of the final passes beside rows without overlap.
 EXPORT = ("ROUNDING", "GPTQ_BATCHES", "TRELLIS_STATES", "COMPRESSOR")
 PASSES = ("EVAL_STRIDE", "EVAL_MODE", "TTT_ENABLED")
@@ -135,8 +128,7 @@ class Adopted(NamedTuple):
 
 
 def read_file(path: str) -> dict:
-    """The contents of a file of torch.save or safetensors. Its tensors are views of the file.
-    Raises UserError. Executes nothing in it."""
+    """The contents of a file, of which nothing is executed; tensors are views. Raises UserError."""
     with open(path, "rb") as file:
         head = file.read(9)
     load_file = None
@@ -207,9 +199,8 @@ def read_tensors(path: str) -> tuple[Tensors, list[str]]:
             isinstance(tensor, Tensor) and tensor.layout == torch.strided,
             f"{path}: {full!r} is {type(tensor).__name__}, not a tensor: save the state dict alone",
         )
-        name = ".".join(
-            word for word in str(full).split(".") if word not in ("module", "_orig_mod")
-        )
+        words = [word for word in str(full).split(".") if word not in ("module", "_orig_mod")]
+        name = ".".join(words)
         require(name not in tensors, f"{path} has two tensors {name}, one with a prefix: save one")
         room -= tensor.numel() * tensor.element_size()
         require(
@@ -261,12 +252,11 @@ def rename(path: str) -> Adopted:
     for ours, parts in JOINED.items():
         given = [tensors[name].float() for name in parts if name in tensors]
         if given:
-            with as_user_error(
-                f"{path}: {' and '.join(parts)}", "both are needed", ValueError, RuntimeError
-            ):
+            named = " and ".join(parts)
+            with as_user_error(f"{path}: {named}", "both are needed", ValueError, RuntimeError):
                 first, second = given
                 joined = torch.cat((first[:, None], second), dim=1)
-            put(ours, " and ".join(parts), joined.mT if ours == "lane_mix" else joined[0])
+            put(ours, named, joined.mT if ours == "lane_mix" else joined[0])
     found |= {name: tensors[name] for name in CAPS if name in tensors}
     facts = {"steps": 0, "train_seconds": 0.0, "weights": "adopted"}
     return Adopted(found, names, notes, sizes(path, found), {}, facts)
@@ -350,8 +340,7 @@ def theirs(ours: str) -> str:
 
 
 def configure(path: str, adopted: Adopted, as_file: str, environ: dict) -> Hyperparameters:
-    """The knobs of --as, of the environment, and those of the checkpoint. Raises UserError if these
-    contradict each other."""
+    """The knobs of --as, of the environment and of the checkpoint. Raises UserError."""
     shown, given = adopted.shown, adopted.given
     if as_file:
         given = {name: text for name, text in program.read_env(as_file).items() if name not in OURS}
@@ -416,10 +405,8 @@ def weights_of(path: str, adopted: Adopted, hp: Hyperparameters) -> Tensors:
     if before and hp.lanes_last_n and len(rest.get("lane_mix", ())) == hp.num_layers:
         rest["lane_mix"] = rest["lane_mix"][before:]
         notes.append(f"left out: {before} rows of {theirs('lane_mix')}, of layers without lanes")
-    weights = {
-        name: torch.zeros(like.shape) for name, like in train_gpt.meta_parameters(hp).items()
-    }
-    faults = []
+    shapes = {name: like.shape for name, like in train_gpt.meta_parameters(hp).items()}
+    weights, faults = {name: torch.zeros(shape) for name, shape in shapes.items()}, []
     for _, name, view in train_gpt.artifact_tensors(weights):
         view = weights.get(name, view)
         look = f"; look at {KNOBS_OF[name]}" if name in KNOBS_OF else ""
@@ -430,15 +417,12 @@ def weights_of(path: str, adopted: Adopted, hp: Hyperparameters) -> Tensors:
         elif tensor.shape == shape:
             view.copy_(tensor)
         else:
-            faults.append(
-                f"{adopted.names.get(name, name)} of the shape {tuple(tensor.shape)}, but the model's {name} "
-                f"has {tuple(shape)}{look}"
-            )
-    faults += [
-        f"{adopted.names.get(name, name)}, but the model has no {name}; look at "
-        f"{KNOBS_OF.get(name, 'the script that wrote it')}"
-        for name in rest
-    ]
+            found = f"{adopted.names.get(name, name)} of the shape {tuple(tensor.shape)}"
+            faults.append(f"{found}, but the model's {name} has {tuple(shape)}{look}")
+    for name in rest:
+        look = KNOBS_OF.get(name, "the script that wrote it")
+        missing = f"but the model has no {name}; look at {look}"
+        faults.append(f"{adopted.names.get(name, name)}, {missing}")
     require(not faults, f"{path} has {'; it has '.join(faults)}")
     notes += doubts(adopted.tensors)
     return weights
@@ -547,19 +531,16 @@ def export(
 
 def table(rows: list[Row], weights: int, per_bpb: float) -> str:
     """The table of a model with so many weights and so many nats for a bit per byte."""
-    columns = {"nats": (8, ".5f"), "bpb": (8, ".5f"), "bytes, no code": (14, ",d")}
-    columns |= {"bits/weight": (11, ".2f"), "expected": (9, ".5f")}
-    columns |= {"found": (9, "+.5f"), "in bpb": (9, "+.5f")}
-    lines = [" ".join((" " * 24, *(f"{name:>{width}}" for name, (width, _) in columns.items())))]
+    columns = {"nats": "8.5f", "bpb": "8.5f", "bytes, no code": "14,d", "bits/weight": "11.2f"}
+    columns |= {"expected": "9.5f", "found": "+9.5f", "in bpb": "+9.5f"}
+    widths = [int(re.search(r"\d+", form)[0]) for form in columns.values()]
+    lines = [" ".join([" " * 24, *map(str.rjust, columns, widths)])]
     for label, nats, before, size, expected in rows:
         found = nats and before and nats - before
         bpb, bits = nats and nats / per_bpb, size and 8 * size / weights
         values = (nats, bpb, size, bits, expected, found, found and found / per_bpb)
-        texts = (
-            f"{'' if value is None else format(value, form):>{width}}"
-            for value, (width, form) in zip(values, columns.values(), strict=True)
-        )
-        lines.append(f"{label:24} {' '.join(texts)}".rstrip())
+        cells = [runs.cell(*pair, "") for pair in zip(values, columns.values(), strict=True)]
+        lines.append(f"{label:24} {' '.join(map(str.rjust, cells, widths))}".rstrip())
     return "\n".join(lines)
 
 
@@ -593,10 +574,8 @@ def compare(
         run.log(f"artifacts: {', '.join(map(str, paths))}")
         run.log(f"\n{table(rows, train_gpt.count_numbers(weights.values()), per_bpb)}")
         if theirs_bpb and theirs_bpb * per_bpb < across:
-            run.log(
-                "note: theirs is below the weights before rounding, so it is not of this text, or "
-                "not of rows without overlap: sliding windows score lower"
-            )
+            why = "not of this text, or not of rows without overlap: sliding windows score lower"
+            run.log(f"note: theirs is below the weights before rounding, so it is {why}")
     score, size, code = exported[-1].nats / per_bpb, exported[-1].size, train_gpt.CODE_BYTES
     parts = f"{score:.4f} bits per byte, weights {size:,} and code {code:,} bytes"
     run.log.finish(parts, size + code)
@@ -615,9 +594,8 @@ def adopt(arguments: argparse.Namespace) -> None:
     weights, shown = weights_of(path, adopted, hp), adopted.shown
     meant = [name for name in train_gpt.knobs_with("model") if name.upper() not in shown]
     values = [f"{name.upper()}={getattr(hp, name)}" for name in (*meant, "eval_seq_len")]
-    full = as_user_error(
-        "a GPU's memory is full", "set a lower MICRO_BATCH_TOKENS", torch.OutOfMemoryError
-    )
+    advice = "set a lower MICRO_BATCH_TOKENS"
+    full = as_user_error("a GPU's memory is full", advice, torch.OutOfMemoryError)
     with train_gpt.Runtime.start(hp) as runtime, train_gpt.Log(hp, runtime.comm) as log, full:
         log.require_unused()
         log.kept = ""
@@ -638,35 +616,24 @@ def adopt(arguments: argparse.Namespace) -> None:
         log("\n".join((*adopted.notes, f"meant as {' '.join(values)}")))
         val = beginning(train_gpt.read_validation(hp, runtime.device, log), arguments.tokens)
         if val.targets < FEW:
-            log(
-                f"note: {val.targets} tokens are scored: below {FEW} a loss says little of the text's"
-            )
+            little = f"below {FEW} a loss says little of the text's"
+            log(f"note: {val.targets} tokens are scored: {little}")
         compare(train_gpt.Run(hp, runtime, log, val), weights, adopted.facts, arguments, paths)
 
 
 def main() -> None:
     parser = program.parser(__doc__)
-    parser.add_argument(
-        "checkpoint", help="checkpoints/RUN_ID/step_N.npz, or a file of torch.save or safetensors"
-    )
-    parser.add_argument(
-        "--as", dest="as_file", default="", metavar="FILE", help="of another script: its knobs"
-    )
-    parser.add_argument(
-        "--tokens", type=program.count, help="of the validation text, from its start (default: all)"
-    )
-    most = train_gpt.SUBMISSION_CAP - train_gpt.CODE_BYTES
-    parser.add_argument(
-        "--bytes",
-        type=lambda text: [program.count(word) for word in text.split(",")],
-        default=[most],
-        metavar="A,B,C",
-        help=f"of the weights; an export for each, from one calibration (default: {most})",
-    )
-    parser.add_argument(
-        "--their-bpb", type=program.positive, help="bits per byte after the other export"
-    )
-    parser.add_argument("--their-bytes", type=program.count, help="of its weights")
+    add, most = parser.add_argument, train_gpt.SUBMISSION_CAP - train_gpt.CODE_BYTES
+    sizes = lambda text: [program.count(word) for word in text.split(",")]  # noqa: E731
+    add("checkpoint", help="checkpoints/RUN_ID/step_N.npz, or a file of torch.save or safetensors")
+    text = "of another script: its knobs"
+    add("--as", dest="as_file", default="", metavar="FILE", help=text)
+    text = "of the validation text, from its start (default: all)"
+    add("--tokens", type=program.count, help=text)
+    text = f"of the weights; an export for each, from one calibration (default: {most})"
+    add("--bytes", type=sizes, default=[most], metavar="A,B,C", help=text)
+    add("--their-bpb", type=program.positive, help="bits per byte after the other export")
+    add("--their-bytes", type=program.count, help="of its weights")
     arguments = parser.parse_args()
     ranks = launch.wanted_ranks(max(1, torch.cuda.device_count()))
     started = time.strftime("adopted-%Y%m%d-%H%M%S")

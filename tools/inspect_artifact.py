@@ -30,8 +30,7 @@ MOST = 16  # values of one layer that are printed
 
 
 def order0_entropy(codes: np.ndarray) -> float:
-    """Total bits of codes (L, ...) by the frequencies of their values, with one frequency table per
-    matrix."""
+    """Total bits of codes (L, ...) by the frequencies of their values in each matrix."""
     total = 0.0
     for matrix in codes:
         counts = np.unique(matrix, return_counts=True)[1]
@@ -40,11 +39,7 @@ def order0_entropy(codes: np.ndarray) -> float:
 
 
 def row(
-    kind: train_gpt.MatrixKind | None,
-    name: str,
-    shape: tuple[int, ...],
-    stream: bytes,
-    header: dict,
+    kind: train_gpt.MatrixKind | None, name: str, shape: tuple, stream: bytes, header: dict
 ) -> list[str]:
     """The cells of one tensor, given its codes' stream."""
     cells = [f"  {name}", "x".join(map(str, shape)) or "scalar"]
@@ -89,10 +84,7 @@ def inspection(path: str) -> str:
             if key not in ("code_bytes", "expected_loss")
         ]
         views = train_gpt.artifact_tensors(train_gpt.meta_parameters(hp))
-        rows = [
-            row(kind, name, tuple(view.shape), streams.get(name, b""), header)
-            for kind, name, view in views
-        ]
+        rows = [row(k, n, tuple(v.shape), streams.get(n, b""), header) for k, n, v in views]
         lines.append(aligned([["  tensor", "shape", "entropy", "coded", "bytes", "loss"], *rows]))
         lines.append("  learned gains and gates, a column per layer")
         weights = train_gpt.load_artifact(blob)
@@ -101,10 +93,8 @@ def inspection(path: str) -> str:
         total = sum(header["expected_loss"].values())
         expected = f", expected loss of rounding {total:.4f} nats" if total else ""
     coded = sum(map(len, streams.values()))
-    rest = len(blob) - coded - len(values)
-    lines.append(
-        f"  codes {coded}, steps and plain values {len(values)}, header and container {rest} bytes"
-    )
+    rest = f"header and container {len(blob) - coded - len(values)} bytes"
+    lines.append(f"  codes {coded}, steps and plain values {len(values)}, {rest}")
     bits = 8 * len(blob) / sum(w.numel() for w in train_gpt.meta_parameters(hp).values())
     lines.append(f"  {bits:.2f} bits per weight{expected}")
     return "\n".join(lines)
@@ -113,8 +103,7 @@ def inspection(path: str) -> str:
 def main() -> None:
     parser = program.parser(__doc__)
     parser.add_argument("artifact")
-    arguments = parser.parse_args()
-    print(inspection(arguments.artifact))
+    print(inspection(parser.parse_args().artifact))
 
 
 if __name__ == "__main__":

@@ -41,12 +41,8 @@ def first_failure(processes: list[subprocess.Popen]) -> int:
         rank, code = running.pop(pid), os.waitstatus_to_exitcode(status)
         processes[rank].returncode = code
         if code < 0:  # it could not say why
-            hint = HINTS.get(-code, "")
-            print(
-                f"error: rank {rank} was killed by {signal.Signals(-code).name}{hint}",
-                file=sys.stderr,
-                flush=True,
-            )
+            killed = f"rank {rank} was killed by {signal.Signals(-code).name}"
+            print(f"error: {killed}{HINTS.get(-code, '')}", file=sys.stderr, flush=True)
         if code:
             return code if code > 0 else 128 - code
     return 0
@@ -61,9 +57,7 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 def launch(command: list[str], ranks: int) -> int:
     """Run the ranks to their end. Returns the exit status of the first that failed, or 0."""
     processes = []
-    signal.signal(
-        signal.SIGINT, lambda *_: [process.send_signal(signal.SIGINT) for process in processes[:1]]
-    )
+    signal.signal(signal.SIGINT, lambda *_: processes and processes[0].send_signal(signal.SIGINT))
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: [process.terminate() for process in processes])
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -95,15 +89,13 @@ def wanted_ranks(default: int = 1) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    kept = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kept)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command that starts a rank")
     command = parser.parse_args().command
     if not command or not shutil.which(command[0]):
-        parser.error(
-            f"{' '.join(command[:1]) or 'an empty command'} cannot be run; give for example: python train_gpt.py"
-        )
+        name = " ".join(command[:1]) or "an empty command"
+        parser.error(f"{name} cannot be run; give for example: python train_gpt.py")
     sys.exit(launch(command, wanted_ranks()))
 
 

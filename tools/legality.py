@@ -12,13 +12,10 @@ tokens[t + 1]. Each probe returns a sentence that names the first fault, or "".
     C3  a target is scored before any update that saw it                     order
     C4  one pass from left to right, every target scored exactly once        order and complete
 
-`order` reads the events that `spied` records. `evaluator_of` makes an evaluator of a script built
-like train_gpt.py, and `suite` applies all probes to all kinds of evaluation of a run.
-tools/check_record.py calls `suite` on a submission's script.
+`suite` applies all probes to all kinds of evaluation of a run, on a small model.
 """
 
 import copy
-import importlib.util
 import math
 import os
 import sys
@@ -31,21 +28,21 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import pack_code
-from train_gpt import UserError
+from train_gpt import require
 
 # isort: split
 import numpy as np
 import torch
 
 Evaluate = Callable[[torch.Tensor], torch.Tensor]
+TOLERANCE = 1e-4  # of a sum of probabilities
 
 
 def future(
     evaluate: Evaluate, tokens: torch.Tensor, vocab_size: int, cuts: Iterable[int], bos: int = 1
 ) -> str:
     """C1: if all tokens after target t are replaced by others, nats[: t + 1] stay equal bit for
-    bit. No document begins where one began before, so these boundaries move as well: none is left
-    after t, or some are at other places."""
+    bit. Boundaries of documents move as well: none is left after t, or some are elsewhere."""
     before = evaluate(tokens)
     generator = torch.Generator().manual_seed(0)
     for cut in cuts:
@@ -58,9 +55,8 @@ def future(
             rest[[place for place in places if place < len(rest)]] = bos
             wrong = (evaluate(changed)[: cut + 1] != before[: cut + 1]).nonzero()
             if len(wrong):
-                return (
-                    f"C1: the loss of target {int(wrong[0])} changes with tokens after target {cut}"
-                )
+                what = f"the loss of target {int(wrong[0])}"
+                return f"C1: {what} changes with tokens after target {cut}"
     return ""
 
 
@@ -70,16 +66,13 @@ def truncation(evaluate: Evaluate, tokens: torch.Tensor, cuts: Iterable[int]) ->
     for cut in cuts:
         wrong = (evaluate(tokens[: cut + 2].clone()) != before[: cut + 1]).nonzero()
         if len(wrong):
-            return f"C1: the loss of target {int(wrong[0])} changes when the stream ends after target {cut}"
+            what = f"the loss of target {int(wrong[0])}"
+            return f"C1: {what} changes when the stream ends after target {cut}"
     return ""
 
 
 def distribution(
-    evaluate: Evaluate,
-    tokens: torch.Tensor,
-    vocab_size: int,
-    targets: Iterable[int],
-    tolerance: float = 1e-4,
+    evaluate: Evaluate, tokens: torch.Tensor, vocab_size: int, targets: Iterable[int]
 ) -> str:
     """C2: the probabilities of all tokens at a target's position are positive and sum to 1."""
     for target in targets:
@@ -88,10 +81,10 @@ def distribution(
         for token in range(vocab_size):
             stream[target + 1] = token
             probabilities.append(math.exp(-evaluate(stream)[target].item()))
-        total = math.fsum(probabilities)
-        least = min(probabilities)
-        if least <= 0 or abs(total - 1) > tolerance:
-            return f"C2: the probabilities of target {target} sum to {total:.4f}, the smallest is {least:.2g}"
+        total, least = math.fsum(probabilities), min(probabilities)
+        if least <= 0 or abs(total - 1) > TOLERANCE:
+            found = f"sum to {total:.4f}, the smallest is {least:.2g}"
+            return f"C2: the probabilities of target {target} {found}"
     return ""
 
 
@@ -105,12 +98,8 @@ def complete(evaluate: Evaluate, tokens: torch.Tensor) -> str:
 
 
 def order(events: list[tuple[str, list[int]]], targets: int) -> str:
-    """C3 and C4 for a sequence of events: ("score", targets) and ("learn", targets whose losses an
-    update saw).
-
-    Every target is scored once and before it is learned from, and no target is scored after an
-    update that saw a later one.
-    """
+    """C3 and C4 for events ("score", targets) and ("learn", targets whose losses an update saw): no
+    target is scored after an update that saw it or a later one."""
     seen: set[int] = set()
     learned = 0  # last scored target at the latest update
     for kind, numbers in events:
@@ -145,24 +134,21 @@ class Text:
 
 
 def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False) -> Evaluate:
-    """The script's evaluation with these hyperparameters, on a copy of the model each time, as
-    training changes it. The script reads the tokens as if they were those of its shards, so what it
-    decides from a text, such as whether a mask is on, is probed as well.
+    """The script's evaluation with these hyperparameters, on a copy of the model each time. It reads
+    the tokens as those of its shards, so what it decides from a text is probed as well.
 
-    Low-rank training takes one document after the other, each with what the one before learned, so
-    that a short stream shows a leak between them. `together`: its documents share forwards, as in a
-    run. The function takes a second argument for tests of the probes: what to do to (model,
-    evaluator) before it scores.
-    """
+    Low-rank training takes one document after the other, so that a short stream shows a leak
+    between them; `together`: its documents share forwards, as in a run. A second argument is what
+    tests of the probes do to (model, evaluator) before it scores."""
 
     def evaluate(tokens: torch.Tensor, leak: Callable | None = None) -> torch.Tensor:
-        with mock.patch.multiple(
-            script,
-            TokenStream=lambda *_: Text(tokens.numpy()),
-            count_bytes=lambda hp, tokens, log: np.ones(len(tokens) - 1, dtype=np.int16),
-            check_manifest=lambda *_: {},
-            refused_pairs=lambda *_: random_mask(hp.vocab_size, script.BOS).numpy(),
-        ):
+        data = {
+            "TokenStream": lambda *_: Text(tokens.numpy()),
+            "count_bytes": lambda hp, tokens, log: np.ones(len(tokens) - 1, dtype=np.int16),
+            "check_manifest": lambda *_: {},
+            "refused_pairs": lambda *_: random_mask(hp.vocab_size, script.BOS).numpy(),
+        }
+        with mock.patch.multiple(script, **data):
             stream = script.read_validation(hp, torch.device("cpu"))
         own = copy.deepcopy(model)
         *_, (config, stride, score, _) = script.final_passes(hp).values()
@@ -178,10 +164,8 @@ def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False)
 
 def load(source: bytes, path: Path) -> ModuleType:
     """The module of a script's readable source."""
-    specification = importlib.util.spec_from_loader("submitted", loader=None)
-    module = importlib.util.module_from_spec(specification)
+    module = sys.modules["submitted"] = ModuleType("submitted")  # dataclasses look it up
     module.__file__ = str(path)
-    sys.modules["submitted"] = module  # dataclasses look up their module
     exec(compile(source, module.__file__, "exec"), module.__dict__)
     return module
 
@@ -214,11 +198,8 @@ def spied(
         events.append(("learn", list(last)))
         return update(*arguments)
 
-    with (
-        mock.patch.object(script.Evaluator, "batch", seen),
-        mock.patch.object(script, "sgd_gradients", learned),
-        mock.patch.object(script, "lora_update", stepped),
-    ):
+    updates = {"sgd_gradients": learned, "lora_update": stepped}
+    with mock.patch.object(script.Evaluator, "batch", seen), mock.patch.multiple(script, **updates):
         evaluate(tokens)
     return events
 
@@ -239,11 +220,7 @@ TARGETS = 300  # of the stream that is probed
 
 
 def suite(script: ModuleType, settings: dict[str, str], leak: Callable | None = None) -> str:
-    """The first fault in the kinds of evaluation of a run with these knobs, or "".
-
-    The model is small, with random weights. Non-overlapping and sliding windows are always probed,
-    a banded pass and test-time training if the run used them.
-    """
+    """The first fault in the kinds of evaluation of a run with these knobs, or ""."""
     fields = script.Hyperparameters.__dataclass_fields__
     knobs = {name: value for name, value in settings.items() if name.lower() in fields}
     if knobs.get("ATTN_WINDOW", "0") != "0":
@@ -264,21 +241,15 @@ def suite(script: ModuleType, settings: dict[str, str], leak: Callable | None = 
             )
             fault = probe_all(script, hp, lambda tokens, evaluate=evaluate: evaluate(tokens, leak))
             if not fault and hp.ttt_enabled and hp.ttt_mode == "lora":
-                fault = future(
-                    together,
-                    random_stream(TARGETS, hp.vocab_size, script.BOS),
-                    hp.vocab_size,
-                    CUTS,
-                    script.BOS,
-                )
+                stream = random_stream(TARGETS, hp.vocab_size, script.BOS)
+                fault = future(together, stream, hp.vocab_size, CUTS, script.BOS)
             if fault:
                 return f"{fault} ({' '.join(f'{name}={value}' for name, value in kind.items())})"
     return ""
 
 
 def random_model(script: ModuleType, hp, runtime):
-    """A model whose weights are all random; the initial ones contain zeros, which would hide
-    leaks."""
+    """A model whose weights are all random; the initial ones contain zeros, which hide leaks."""
     model = script.GPT(hp, runtime.attend, torch.float32)
     model.initialise(0)
     generator = torch.Generator().manual_seed(1)
@@ -337,13 +308,11 @@ def main() -> None:
     path = parser.parse_args().script
     source = pack_code.readable_source(path.read_bytes())
     script = load(source, path) if b"class Evaluator" in source else None
-    if not script or not fits(script):
-        raise UserError(
-            f"{path} is not built like this repository's train_gpt.py: no probe fits it"
-        )
+    other = f"{path} is not built like this repository's train_gpt.py: no probe fits it"
+    require(script and fits(script), other)
     knobs = vars(script.Hyperparameters.from_env(os.environ))
-    if fault := suite(script, {name.upper(): str(value) for name, value in knobs.items()}):
-        raise UserError(f"{path}: {fault}")
+    fault = suite(script, {name.upper(): str(value) for name, value in knobs.items()})
+    require(not fault, f"{path}: {fault}")
     print(f"{path}: C1 to C4 hold on a small model with random weights")
 
 

@@ -5,19 +5,14 @@
         "logs/run_seed*.txt"
 
 writes records/track_<track>/<date>_<slug>/ with README.md, submission.json, train_gpt.py (the
-script that ran), train_seed<N>.log and requirements.txt (the versions that ran). Every figure comes
-from the logs. README.md and submission.json mark what you have to write yourself with "to fill".
-Then check the folder with tools/check_record.py.
+script that ran, packed if it was), train_seed<N>.log and requirements.txt (the versions that ran).
+Every figure comes from the logs. README.md and submission.json mark what you have to write yourself
+with "to fill". Then check the folder with tools/check_record.py.
 
 A score of its own (EVAL_ONLY) counts if its log is among the logs: it belongs to the run that made
 its artifact, and the folder gets it as eval_seed<N>.log.
-
-The logs begin with the source of the script. If a packed script ran (tools/pack_code.py), the
-folder gets it as train_gpt.py, packed again from the source in the logs, and that source as
-train_gpt.readable.py.
 """
 
-import functools
 import json
 import re
 import shlex
@@ -32,7 +27,8 @@ import program
 import pack_code
 import train_gpt
 from lib import runs
-from lib.runs import Run, UserError, mean_std
+from lib.runs import Run, mean_std
+from train_gpt import require
 
 CAP = train_gpt.SUBMISSION_CAP
 TRACKS = ("10min_16mb", "non_record_16mb")
@@ -46,45 +42,36 @@ def logs_of(members: list[Run]) -> list[Run]:
 
 
 def source_of(members: list[Run]) -> bytes:
-    """The readable script with which all these logs begin. Raises UserError if a log does not begin
-    with it."""
+    """The readable script with which all these logs begin. Raises UserError."""
     for run in logs_of(members):
-        if None in (run.source, run.started):
-            raise UserError(
-                f"{run.path} does not begin with the script that ran: "
-                "give the logs/<RUN_ID>.txt that train_gpt.py wrote, not its console output"
-            )
-        if run.source != members[0].source:
-            raise UserError(
-                f"{members[0].path.name} and {run.path.name} begin with different scripts: "
-                "score the artifact with the script that trained it"
-            )
+        require(
+            None not in (run.source, run.started),
+            f"{run.path} does not begin with the script that ran: "
+            "give the logs/<RUN_ID>.txt that train_gpt.py wrote, not its console output",
+        )
+        require(
+            run.source == members[0].source,
+            f"{members[0].path.name} and {run.path.name} begin with different scripts: "
+            "score the artifact with the script that trained it",
+        )
     return members[0].source
 
 
 def code_of(members: list[Run]) -> bytes:
-    """The script file that ran: the source in the logs, readable or packed.
-
-    Raises UserError if neither has the size in the logs.
-    """
-    source = source_of(members)
-    for run in members:
-        if run.code_bytes is None:
-            raise UserError(f"{run.path} has no size of its code: the run did not reach its export")
-    sizes = {run.code_bytes for run in members}
-    if len(sizes) > 1:
-        raise UserError(
-            f"the logs have code sizes {sorted(sizes)}: all seeds must run the same script file"
-        )
+    """The script file that ran: the source in the logs, readable or packed. Raises UserError."""
+    source, sizes = source_of(members), {run.code_bytes for run in members}
+    require(None not in sizes, "a log has no size of its code: the run did not reach its export")
+    same = f"the logs have code sizes {sizes}: all seeds must run the same script file"
+    require(len(sizes) == 1, same)
     if len(source) in sizes:
         return source
     code = pack_code.pack(source)
-    if len(code) in sizes:
-        return code
-    raise UserError(
-        f"{members[0].path} counts {sizes.pop()} bytes of code, but the script in it has {len(source)}: "
-        "the log was altered, or the script was not packed with tools/pack_code.py"
+    require(
+        len(code) in sizes,
+        f"{members[0].path} counts {sizes.pop()} bytes of code, but the script in it has "
+        f"{len(source)}: the log was altered, or the script was not packed with tools/pack_code.py",
     )
+    return code
 
 
 def on_8xh100(members: list[Run]) -> bool:
@@ -125,25 +112,14 @@ ATTRIBUTION = "descends from #399 by abaybektursun"
 UNKNOWN = "(to fill: true or false; the logs do not show it, as of a changed script)"
 
 
-def is_ours(members: list[Run]) -> bool:
-    """Whether all logs begin with this repository's script as it is, of which we know what it has."""
-    return all(run.source in our_sources() for run in logs_of(members))
-
-
-@functools.cache
-def our_sources() -> tuple[bytes, bytes]:
-    """The script, and what tools/pack_code.py makes of it."""
-    return train_gpt.SOURCE, pack_code.without_comments(train_gpt.SOURCE)
-
-
 def compliance(members: list[Run], code_bytes: int) -> dict[str, bool | None]:
-    """What the logs show of each statement; None if they do not show it, as of the methods of a
-    changed script."""
+    """What the logs show of each statement; None if they do not show it."""
 
     def within(values: list[float | None], limit: float) -> bool | None:
         return None if None in values else max(values) <= limit
 
-    ours = is_ours(members) or None
+    # Of this repository's script as it is we know what it has.
+    ours = all(pack_code.is_current(run.source) for run in logs_of(members)) or None
     sizes = [run.model_bytes and run.model_bytes + code_bytes for run in members]
     machines = [value for run in logs_of(members) for value in (run.device, run.ranks)]
     found = {
@@ -218,27 +194,16 @@ def launch(run: Run) -> str:
     return " \\\n".join(line.rstrip() for line in lines)
 
 
-RESULT_COLUMNS = {
-    "val_bpb": ".5f",
-    "val_loss": ".5f",
-    "pre_quant_val_bpb": ".5f",
-    "roundtrip_val_bpb": ".5f",
-    "steps": ".0f",
-    "step_avg_ms": ".2f",
-    "train_time_s": ".1f",
-    "eval_time_s": ".1f",
-    "artifact_bytes": ",.0f",
-}
+SCORES = ("val_bpb", "val_loss", "pre_quant_val_bpb", "roundtrip_val_bpb")
+RESULT_COLUMNS = dict.fromkeys(SCORES, ".5f") | {"steps": ".0f", "step_avg_ms": ".2f"}
+RESULT_COLUMNS |= {"train_time_s": ".1f", "eval_time_s": ".1f", "artifact_bytes": ",.0f"}
 
 
 def results_table(facts: dict) -> str:
     """The results in Markdown, one line per seed, then mean and standard deviation."""
 
     def line(title: str, row: dict[str, float | None]) -> str:
-        cells = (
-            "" if row.get(name) is None else format(row[name], form)
-            for name, form in RESULT_COLUMNS.items()
-        )
+        cells = [runs.cell(row.get(name), form, "") for name, form in RESULT_COLUMNS.items()]
         return f"| {title} | " + " | ".join(cells) + " |"
 
     rows = facts["seed_results"]
@@ -255,14 +220,12 @@ def results_table(facts: dict) -> str:
 
 def readme(given: dict, members: list[Run], facts: dict, packed: bool) -> str:
     """README.md: the figures from the logs, and three sections for the author to write."""
-    first = members[0]
-    n = len(members)
+    first, n = members[0], len(members)
     spread = f", standard deviation {facts['val_bpb_std']:.5f}" if n > 1 else ""
     seeds = "1 seed" if n == 1 else f"{n} seeds"
-    data = [
-        f"`{name}={portable(first.configuration.get(name, 'not stated'))}`"
-        for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")
-    ]
+    names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")
+    data = {name: portable(first.configuration.get(name, "not stated")) for name in names}
+    data = ", ".join(f"`{name}={value}`" for name, value in data.items())
     scored = "not stated"
     if first.score.tokens and first.score.nbytes:
         scored = f"{first.score.tokens:,} targets of {first.score.nbytes:,} bytes"
@@ -290,7 +253,7 @@ def readme(given: dict, members: list[Run], facts: dict, packed: bool) -> str:
         "## Command",
         command,
         "## Data",
-        f"{', '.join(data)}. Scored: {scored}.",
+        f"{data}. Scored: {scored}.",
         "## Fixes",
         '(to fill: bugs fixed, or "none")',
         "## Simplifications",
@@ -333,35 +296,31 @@ def last_day(members: list[Run]) -> str:
 
 
 def make(members: list[Run], given: dict, track: str) -> Path:
-    """Write the folder and return its path. Raises UserError if it exists or the logs do not belong
-    together."""
+    """Write the folder and return its path. Raises UserError."""
     members = runs.with_evaluations(members)
     for run in members:
-        if artifact := run.settings.get("EVAL_ONLY"):
-            raise UserError(
-                f"{run.path} only scores {artifact} (EVAL_ONLY) and has no training: "
-                "give the log of the run that made this artifact, too"
-            )
-    if difference := runs.differences(members):
-        raise UserError(
-            f"the logs mix configurations: {difference}; a record has one configuration"
+        artifact = run.settings.get("EVAL_ONLY")
+        require(
+            not artifact,
+            f"{run.path} only scores {artifact} (EVAL_ONLY) and has no training: "
+            "give the log of the run that made this artifact, too",
         )
+    mixed = runs.differences(members)
+    require(not mixed, f"the logs mix configurations: {mixed}; a record has one configuration")
     seeds = [run.seed for run in members]
-    if None in seeds or len(set(seeds)) < len(seeds):
-        raise UserError(f"the logs have seeds {seeds}: each log needs its own seed")
+    own = None not in seeds and len(set(seeds)) == len(seeds)
+    require(own, f"the logs have seeds {seeds}: each log needs its own seed")
     for run in members:
         run.score  # noqa: B018  raises if the run did not finish
     members = sorted(members, key=lambda run: run.seed)
     source = source_of(members)
     slug = re.sub("[^A-Za-z0-9.]+", "_", given["name"]).strip("_")
     folder = ROOT / "records" / f"track_{track}" / f"{last_day(members)}_{slug}"
-    if folder.exists():
-        raise UserError(f"{folder} exists already, and records never change: give another --name")
+    again = f"{folder} exists already, and records never change: give another --name"
+    require(not folder.exists(), again)
     code = code_of(members)
     facts = summary(members, len(code))
-    stated = {
-        key: UNKNOWN if value is None else value for key, value in facts["compliance"].items()
-    }
+    stated = {k: UNKNOWN if v is None else v for k, v in facts["compliance"].items()}
     submission = about(given, track, members) | facts | {"compliance": stated}
     files = {
         "train_gpt.py": code,
@@ -374,12 +333,7 @@ def make(members: list[Run], given: dict, track: str) -> Path:
     for run in members:
         for kind, log in zip(("train", "eval"), run.logs, strict=False):
             files[f"{kind}_seed{run.seed}.log"] = log.path.read_bytes()
-    write_folder(folder, files)
-    return folder
-
-
-def write_folder(folder: Path, files: dict[str, bytes]) -> None:
-    """Write a new folder with these files, completely or not at all. Raises UserError."""
+    # Completely or not at all
     partial = folder.with_name(folder.name + ".partial")
     with train_gpt.writing(folder):
         shutil.rmtree(partial, ignore_errors=True)
@@ -388,6 +342,7 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> None:
             with train_gpt.replacing(partial / name) as new:  # syncs it
                 new.write_bytes(content)
         partial.rename(folder)
+    return folder
 
 
 def main() -> None:
@@ -406,8 +361,7 @@ def main() -> None:
         print(f"note: the logs show paths of this machine: {paths}", file=sys.stderr)
     if warning := runs.uneven_steps(members):
         print(warning, file=sys.stderr)
-    tool = ROOT / "tools" / "check_record.py"
-    tool = tool.relative_to(ROOT) if Path.cwd() == ROOT else tool
+    tool = Path("tools/check_record.py") if Path.cwd() == ROOT else ROOT / "tools/check_record.py"
     check = shlex.join(["python", str(tool), str(folder)])
     print(f"made: {folder}\nnow write what it marks with 'to fill', then run: {check}")
 

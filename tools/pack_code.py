@@ -5,9 +5,7 @@
     torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 packed.py
 
 The challenge counts the bytes of the script that runs. Run the packed file instead of train_gpt.py
-and submit it under that name; its size is the code size. It holds the compressed source, sets the
-global `SOURCE` to that source (bytes) and executes it. The script logs `SOURCE`, so a log always
-begins with readable source.
+and submit it under that name; its size is the code size. Its logs begin with the readable source.
 
 Comments and docstrings are removed first, except the module's docstring; names, layout and line
 breaks stay. The syntax tree of the rest is compared with that of the script. --comments keeps
@@ -16,6 +14,7 @@ everything, and the file is larger by a third.
 
 import ast
 import bz2
+import functools
 import io
 import itertools
 import lzma
@@ -66,6 +65,7 @@ def docstrings(node: ast.AST) -> list[ast.stmt]:
     return list(itertools.takewhile(is_string, node.body))
 
 
+@functools.cache
 def without_comments(source: bytes) -> bytes:
     """The program without comments and without the docstrings of classes and functions. Everything
     else stays as it is written; of the blank lines in a row, one stays. Raises UserError if the
@@ -87,8 +87,7 @@ def without_comments(source: bytes) -> bytes:
 
 
 def cut(text: str, tree: ast.Module) -> str:
-    """`text`, the source of `tree`, without comments and docstrings. `without_comments` checks the
-    result."""
+    """`text`, the source of `tree`, without comments and docstrings."""
     lines: list[str | None] = text.split("\n")  # None: removed
     cuts = []  # (line, column, last line, column behind, what takes its place)
     for node in ast.walk(tree):
@@ -98,15 +97,8 @@ def cut(text: str, tree: ast.Module) -> str:
             first, last = doc.lineno - 1, doc.end_lineno - 1
             column = len(lines[first].encode()[: doc.col_offset].decode())
             behind = len(lines[last].encode()[: doc.end_col_offset].decode())
-            cuts.append(
-                (
-                    first,
-                    column,
-                    last,
-                    behind,
-                    "pass" if found == node.body and doc is found[0] else "",
-                )
-            )
+            instead = "pass" if found == node.body and doc is found[0] else ""
+            cuts.append((first, column, last, behind, instead))
     in_string = set()  # lines that begin inside a string: blank ones belong to it
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         (first, column), (last, behind) = token.start, token.end
@@ -119,13 +111,8 @@ def cut(text: str, tree: ast.Module) -> str:
         lines[first : last + 1] = [line.rstrip() or None] + [None] * (last - first)
     kept = []
     for number, line in enumerate(lines):
-        repeated = (
-            line is not None
-            and not line.strip()
-            and number not in in_string
-            and not (kept and kept[-1].strip())
-        )
-        if line is not None and not repeated:
+        after_text = number in in_string or (kept and kept[-1].strip())
+        if line is not None and (line.strip() or after_text):
             kept.append(line)
     return "\n".join(kept)
 
@@ -141,8 +128,7 @@ def literal(blob: bytes) -> bytes:
 
 
 def from_literal(digits: bytes) -> bytes:
-    """The inverse of `literal`. Raises ValueError for a character that is no digit, or for too
-    many."""
+    """The inverse of `literal`. Raises ValueError for other characters, or too many."""
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"more than {MAX_DIGITS} bytes")
     number = 0
@@ -152,20 +138,16 @@ def from_literal(digits: bytes) -> bytes:
 
 
 def pack(source: bytes) -> bytes:
-    """A program that sets `SOURCE` to `source` and executes it. Returns the smaller of the bz2 and
-    the lzma form."""
-    packed = [
-        HEAD.format(module=module).encode()
-        + literal(compress(source))
-        + TAIL.format(module=module).encode()
-        for module, compress in COMPRESS.items()
-    ]
+    """A program that sets `SOURCE` to `source` and executes it, in the smaller of both forms."""
+    packed = []
+    for module, compress in COMPRESS.items():
+        head, tail = (part.format(module=module).encode() for part in (HEAD, TAIL))
+        packed.append(head + literal(compress(source)) + tail)
     return min(packed, key=len)
 
 
 def readable_source(blob: bytes) -> bytes:
-    """The readable source of a script, packed or not. Nothing is executed. Raises ValueError if a
-    packed script is damaged."""
+    """The readable source of a script, packed or not. Raises ValueError if it is damaged."""
     for module, decompressor in DECOMPRESSOR.items():
         head, tail = (part.format(module=module).encode() for part in (HEAD, TAIL))
         if not blob.startswith(head):
@@ -178,16 +160,14 @@ def readable_source(blob: bytes) -> bytes:
         except (ValueError, OSError, EOFError, lzma.LZMAError) as error:
             raise ValueError(f"the packed script cannot be decompressed ({error})") from error
         if not stream.eof:
-            raise ValueError(
-                f"the packed script is incomplete, or its source exceeds {MAX_SOURCE_BYTES} bytes"
-            )
+            larger = f"its source exceeds {MAX_SOURCE_BYTES} bytes"
+            raise ValueError(f"the packed script is incomplete, or {larger}")
         return source
     return blob
 
 
 def is_current(source: bytes | None) -> bool:
-    """Whether a log that begins with `source` is of this repository's train_gpt.py, as it is or
-    packed."""
+    """Whether `source` is of this repository's train_gpt.py, as it is or packed."""
     current = readable_source((ROOT / "train_gpt.py").read_bytes())
     return source == current or source == without_comments(current)
 
@@ -198,9 +178,8 @@ def main() -> None:
     add("script", nargs="?", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py")
     add("--comments", action="store_true", help="keep comments and docstrings")
     add("-o", "--output", type=program.output_file, default=usual, help=f"default: {usual}")
-    add(
-        "--check", action="store_true", help="fail if it is not today's train_gpt.py; write nothing"
-    )
+    text = "fail if it is not today's train_gpt.py; write nothing"
+    add("--check", action="store_true", help=text)
     arguments = parser.parse_args()
     try:
         code = arguments.script.read_bytes()
@@ -210,14 +189,11 @@ def main() -> None:
             return require(is_current(source), f"it is not today's train_gpt.py: {again}")
         packed = pack(source if arguments.comments else without_comments(source))
     except OSError as error:
-        sys.exit(f"error: cannot read {arguments.script}: {error.strerror}")
+        raise UserError(f"cannot read {arguments.script}: {error.strerror}") from error
     except ValueError as error:
-        sys.exit(f"error: {arguments.script}: {error}")
-    try:
-        with train_gpt.replacing(arguments.output) as partial:
-            partial.write_bytes(packed)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+        raise UserError(f"{arguments.script}: {error}") from error
+    with train_gpt.replacing(arguments.output) as partial:
+        partial.write_bytes(packed)
     print(f"{arguments.output}: {len(packed):,} bytes, packed from {len(code):,}")
 
 

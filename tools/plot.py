@@ -36,9 +36,8 @@ def groups(members: list[Run]) -> dict[str, list[Run]]:
     found: list[list[Run]] = []
     for run in members:
         for group in found:
-            if not runs.differences([group[0], run]) and run.seed not in {
-                other.seed for other in group
-            }:
+            seeds = {other.seed for other in group}
+            if run.seed not in seeds and not runs.differences([group[0], run]):
                 group.append(run)
                 break
         else:
@@ -52,8 +51,7 @@ def groups(members: list[Run]) -> dict[str, list[Run]]:
 
 
 def name_of(group: list[Run], all_groups: list[list[Run]]) -> str:
-    """The title of a group: the name of its only log, or the common start of the names of its
-    logs."""
+    """The title of a group: the name of its only log, or the common start of the names."""
     names = [run.path.stem for run in group]
     title = names[0]
     if len(group) > 1:
@@ -73,12 +71,6 @@ def mean_std(values: list[float], form: str) -> str:
     return format(mean, form) + (f" ± {std:{form}}" if std is not None else "")
 
 
-def score_of(group: list[Run]) -> str:
-    """The score of a group's finished runs."""
-    found = [run.score.bpb for run in group if not run.fault]
-    return f"{mean_std(found, '.4f')} bits per byte" if found else "not finished"
-
-
 def curve(points: list[Point], x: str, field: str) -> Curve:
     """One field of a run against `x`, "step" or "seconds"."""
     pairs = [
@@ -95,18 +87,17 @@ def to_curve(pairs: list[tuple[float, float]]) -> Curve:
 
 
 def late(points: Curve) -> Curve:
-    """A curve without its first 5 %, where the loss falls from that of a random model; the whole of
-    a short one."""
+    """A curve without its first 5 %, where the loss falls far, unless it is short."""
     x, y = points
     kept = x >= 0.05 * x[-1] if len(x) > 20 else slice(None)
     return x[kept], y[kept]
 
 
-def step_times(points: list[Point]) -> Curve:
-    """Milliseconds per step between two logged steps, against the later one."""
+def step_times(points: list[Point], x: str = "step") -> Curve:
+    """Milliseconds per step between two logged steps, against `x` of the later one."""
     timed = [point for point in points if point.seconds is not None]
     pairs = [
-        (b.step, 1000 * (b.seconds - a.seconds) / (b.step - a.step))
+        (getattr(b, x), 1000 * (b.seconds - a.seconds) / (b.step - a.step))
         for a, b in zip(timed, timed[1:], strict=False)
     ]
     return to_curve(pairs)
@@ -144,18 +135,19 @@ def panel(
 
 
 def draw_runs(members: list[Run], output: Path) -> None:
-    """Training loss and validation bits per byte against steps and seconds; learning rate and time
-    per step. The legend has the scores."""
+    """Loss and score against steps and seconds; learning rate and time per step."""
     found = {}
     for name, group in groups(members).items():
-        title = f"{name}: {score_of(group)}".encode(errors="backslashreplace")
+        bpb = [run.score.bpb for run in group if not run.fault]
+        score = f"{mean_std(bpb, '.4f')} bits per byte" if bpb else "not finished"
+        title = f"{name}: {score}".encode(errors="backslashreplace")
         found[title.decode()] = group  # Matplotlib draws UTF-8 only
     figure, axes = plt.subplots(3, 2, figsize=(11, 10), layout="constrained")
     for column, (x, label) in enumerate((("step", "step"), ("seconds", "training time (s)"))):
-        panel(axes[0][column], found, lambda run, x=x: late(curve(run.train, x, "train_loss")))
-        panel(
-            axes[1][column], found, lambda run, x=x: late(curve(run.val, x, "val_bpb")), marker="o"
-        )
+        losses = lambda run, x=x: late(curve(run.train, x, "train_loss"))  # noqa: E731
+        scores = lambda run, x=x: late(curve(run.val, x, "val_bpb"))  # noqa: E731
+        panel(axes[0][column], found, losses)
+        panel(axes[1][column], found, scores, marker="o")
         axes[0][column].set(xlabel=label, ylabel="training loss (nats per token)")
         axes[1][column].set(xlabel=label, ylabel="validation (bits per byte)")
     panel(axes[2][0], found, lambda run: curve(run.train, "step", "lr_scale"))
@@ -169,25 +161,11 @@ def draw_runs(members: list[Run], output: Path) -> None:
     figure.savefig(output, dpi=120)
 
 
-def byte_shares(path: str) -> dict[str, int]:
-    """Bytes of each part of an artifact; they add up to the file. Raises UserError if it cannot be
-    read."""
-    # Whichever tokenizer is installed
-    blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})
-    with train_gpt.reading_artifact(path):
-        _, _, streams, values = train_gpt.open_artifact(blob)
-    shares = {name: len(stream) for name, stream in streams.items()}
-    shares["steps, plain values"] = len(values)
-    shares["header, container"] = len(blob) - sum(shares.values())
-    return shares
-
-
 def main() -> None:
     parser = program.parser(__doc__)
-    parser.add_argument("logs", nargs="+", help="text logs of runs, folders of logs, patterns")
-    parser.add_argument(
-        "-o", "--output", type=image_file, default="runs.png", help="default: %(default)s"
-    )
+    add, text = parser.add_argument, "default: %(default)s"
+    add("logs", nargs="+", help="text logs of runs, folders of logs, patterns")
+    add("-o", "--output", type=image_file, default="runs.png", help=text)
     arguments = parser.parse_args()
     members, note = runs.read_logs(arguments.logs)
     if note:

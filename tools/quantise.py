@@ -5,11 +5,7 @@
 
 FOLDER holds a causal language model of `transformers` and its tokenizer. The first nine tenths of the
 text calibrate. The last tenth, or another text, measures the loss before and after. For any other
-model use this file as a module (docs/quantiser.md):
-
-    calibration = calibrate(model, batches, loss)
-    file, predicted = quantise(model, calibration, max_bytes)
-    load(fresh_model, "model.npz")
+model use this file as a module (docs/quantiser.md).
 
 What is rounded: the weights of nn.Linear, nn.Embedding and transformers' Conv1D that calibration has
 used. Other parameters are stored in fp16, or exactly if fp16 would change them by more than 0.05 %
@@ -82,9 +78,7 @@ class Calibration(NamedTuple):
 
     def hessian(self, name: str, width: int) -> Tensor:
         """(in, in) of a matrix. Without products, as in a lookup, each column counts equally."""
-        used = [
-            total * names.count(name) for names, total in self.hessians.items() if name in names
-        ]
+        used = [sums * names.count(name) for names, sums in self.hessians.items() if name in names]
         return sum(used) if used else self.squares[name].new_ones(width).diag()
 
 
@@ -266,8 +260,7 @@ def gptq(
 
 
 class RotatedQuantiser(Quantiser):
-    """Rounds matrices after `rotate`. That makes their rows alike, so a matrix has one step. Errors
-    are then fed back between rows, too."""
+    """Rounds matrices after `rotate`, with one step for all rows and feedback between rows."""
 
     def __init__(self, rows: Tensor, hessian: Tensor, output: Tensor, states: int, rule: Rule):
         """`output` (N, out, out) is the G of `row_feedback`, whose diagonal a `Quantiser` has as its
@@ -367,8 +360,7 @@ class Uses:
             hessians[tuple(readers)].addmm_(rows.mT, rows)
 
     def check(self, name: str, squares: Tensor) -> None:
-        """Raise UserError if this matrix has a use that is not here, by its squared gradients
-        (out,)."""
+        """Raise UserError if this matrix has a use that is not here, by its squares (out,)."""
         if not any(name in readers for _, readers in self.inputs.values()):
             hidden = squares.clone()
             for ids in self.looked_up[name]:
@@ -487,8 +479,8 @@ def check_loss(nats: object) -> None:
 def check_finite(tensors: dict[str, Tensor]) -> None:
     """Raise UserError if a parameter is not finite. A buffer may be a mask."""
     for name, tensor in tensors.items():
-        masks = not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point()
-        require(masks or finite(tensor).all(), f"{name} is not finite: check the model")
+        numbers = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        require(not numbers or finite(tensor).all(), f"{name} is not finite: check the model")
 
 
 def quantise(
@@ -517,21 +509,16 @@ def quantise(
             back = torch.empty_like(tensors[name]).copy_(found[name])
             require(to_bytes([back]) == to_bytes([tensors[name]]), f"{name} has other values")
     predicted = header["expected_loss"]
-    require(
-        math.isfinite(sum(predicted.values())), "the expected loss is not finite: scale it down"
-    )
+    total = sum(predicted.values())
+    require(math.isfinite(total), "the expected loss is not finite: scale it down")
     plain = {name: one.numel() for name, one in tensors.items() if name not in predicted}
     largest = ", ".join(sorted(plain, key=plain.get, reverse=True)[:3])
     sizes = {n: tensors[n].itemsize if n in header["exact"] else 2 for n in plain}
     matter = sum(sizes[n] * plain[n] for n in plain) >= len(file) - max_bytes
-    bits = 8 * len(file) / sum(one.numel() for one in tensors.values())
-    require(
-        len(file) <= max_bytes,
-        f"{max_bytes} bytes are too few: the smallest file has {len(file)}, {bits:.2f} bits per "
-        "parameter"
-        + f", with {sum(plain.values())} numbers that are not rounded: {largest}"
-        * matter,
-    )
+    rest = f", with {sum(plain.values())} numbers that are not rounded: {largest}" * matter
+    bits = f"{8 * len(file) / train_gpt.count_numbers(tensors.values()):.2f} bits per parameter"
+    few = f"{max_bytes} bytes are too few: the smallest file has {len(file)}, {bits}{rest}"
+    require(len(file) <= max_bytes, few)
     return file, predicted
 
 
@@ -610,13 +597,6 @@ def to_bytes(tensors: Iterable[Tensor]) -> bytes:
     return b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in flat)
 
 
-def round_group(quantiser: Quantiser, loss: float) -> tuple[np.ndarray, Tensor, Tensor, bool]:
-    """Codes (N, out, in), steps (N, out or 1, 1) and costs (N,) of N matrices, and whether they are
-    rotated. Its memory is free again when they are coded."""
-    codes, steps, costs = quantiser.round(loss)
-    return codes.cpu().numpy(), steps.bfloat16(), costs, isinstance(quantiser, RotatedQuantiser)
-
-
 def pack(
     model: nn.Module,
     groups: list[list[str]],
@@ -630,10 +610,12 @@ def pack(
     count = sum(tensors[name].numel() for group in groups for name in group)
     streams, words, rotated, predicted = [], [], [], {}
     for group in progress(groups):
-        codes, steps, costs, turned = round_group(make(group), loss)
-        rotated.append(turned)
-        streams.append(train_gpt.encode_codes(codes))
-        words.append(steps)
+        quantiser = make(group)
+        codes, steps, costs = quantiser.round(loss)
+        rotated.append(isinstance(quantiser, RotatedQuantiser))
+        del quantiser  # its memory is free when the codes are coded
+        streams.append(train_gpt.encode_codes(codes.cpu().numpy()))
+        words.append(steps.bfloat16())
         predicted |= dict(zip(group, (costs / count).tolist(), strict=True))
     plain = {name: tensor for name, tensor in tensors.items() if name not in predicted}
     exact = {name: tensor for name, tensor in plain.items() if not fits_half(tensor)}
@@ -649,12 +631,8 @@ def pack(
         "expected_loss": predicted,
     }
     planes = train_gpt.to_planes(np.frombuffer(to_bytes(words), "<i2"))
-    parts = (
-        json.dumps(header).encode(),
-        b"".join(streams),
-        train_gpt.lzma_pack(planes),
-        train_gpt.lzma_pack(to_bytes(exact.values())),
-    )
+    stored = map(train_gpt.lzma_pack, (planes, to_bytes(exact.values())))
+    parts = (json.dumps(header).encode(), b"".join(streams), *stored)
     arrays = (np.frombuffer(part, np.uint8) for part in parts)
     file = io.BytesIO()
     np.savez(file, **dict(zip(ARRAYS, arrays, strict=True)))
@@ -741,10 +719,8 @@ def read(model: nn.Module, header: Mapping, arrays: Mapping[str, bytes]) -> dict
         and not any(str(dtype).startswith("torch.q") for dtype in exact.values())
     )
     require(consistent, "its header contradicts itself")
-    kinds = [
-        (torch.bfloat16, (len(group), 1 if one else group[0].size(0), 1))
-        for group, one in zip(rows, rotated, strict=True)
-    ]
+    steps = [1 if one else group[0].size(0) for group, one in zip(rows, rotated, strict=True)]
+    kinds = [(torch.bfloat16, (len(g), n, 1)) for g, n in zip(rows, steps, strict=True)]
     kinds += [(torch.float16, tensors[name].shape) for name in half]
     most = sum(2 * math.prod(shape) for _, shape in kinds)
     words = train_gpt.from_planes(train_gpt.lzma_unpack(arrays["values"], most))
@@ -809,16 +785,16 @@ def read_model(folder: str) -> tuple[nn.Module, Callable]:
         )
         # transformers only warns of what it has made at random.
         report = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, use_safetensors=True, **options, **report
-        )
+        report |= {"use_safetensors": True}
+        model, found = AutoModelForCausalLM.from_pretrained(folder, **options, **report)
         other = [f"{name} {there} not {here}" for name, there, here in found["mismatched_keys"]]
-        codes = [
-            f"{path.name} {name}"
+        kinds = {
+            f"{path.name} {name}": kind
             for path in Path(folder).glob("*.safetensors")
             for name, kind in stored_types(path).items()
-            if name.endswith("weight") and kind not in ("F64", "F32", "F16", "BF16")
-        ]
+            if name.endswith("weight")
+        }
+        codes = [name for name, kind in kinds.items() if kind not in ("F64", "F32", "F16", "BF16")]
         missing, unused, hint = found["missing_keys"], found["unexpected_keys"], ""
         tied = set(model._tied_weights_keys or ())
         if unused and all(re.match(r"module\.|_orig_mod\.", name) for name in unused):
@@ -838,11 +814,8 @@ def read_model(folder: str) -> tuple[nn.Module, Callable]:
     with train_gpt.as_user_error(f"no tokenizer can be loaded from {folder}", advice, Exception):
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     if unused:
-        print(
-            f"note: the model of {folder}/config.json has no place for {listed(unused)}: is it all of "
-            "your model?",
-            file=sys.stderr,
-        )
+        place = f"the model of {folder}/config.json has no place for {listed(unused)}"
+        print(f"note: {place}: is it all of your model?", file=sys.stderr)
     return model.eval(), tokenizer
 
 
@@ -885,10 +858,8 @@ def check_rows(model: nn.Module, width: int, rows: Tensor) -> None:
     positions = getattr(model.config, "max_position_embeddings", None) or width
     require(width <= positions, f"--width {width} is above the model's {positions} positions")
     size, largest = model.get_input_embeddings().num_embeddings, int(rows.max())
-    require(
-        largest < size,
-        f"the tokenizer has a token {largest}, the model {size} tokens: give its own",
-    )
+    other = f"the tokenizer has a token {largest}, the model {size} tokens: give its own"
+    require(largest < size, other)
 
 
 def kept_calibration(path: Path | None, model: nn.Module, rows: Tensor) -> Calibration:
@@ -948,18 +919,15 @@ def main() -> None:
         cut = len(text) * 9 // 10
         text, test = text[:cut], text[cut:]
     model, tokenizer = read_model(arguments.folder)
-    rows, test = (
-        to_rows(tokenizer, part, arguments.width, arguments.rows) for part in (text, test)
-    )
+    sizes = arguments.width, arguments.rows
+    rows, test = (to_rows(tokenizer, part, *sizes) for part in (text, test))
     check_rows(model, arguments.width, torch.cat([rows, test]))
     count = train_gpt.count_numbers(model.parameters())
     before = mean_loss(model, test)
     calibration = kept_calibration(arguments.calibration, model, rows)
     if calibration.tokens < ENOUGH:
-        print(
-            f"note: {calibration.tokens} tokens calibrated, not {ENOUGH}: what is expected is probably "
-            "too low; give more --rows or text"
-        )
+        low = "what is expected is probably too low; give more --rows or text"
+        print(f"note: {calibration.tokens} tokens calibrated, not {ENOUGH}: {low}")
     for path, size in arguments.outputs.items():
         max_bytes = size if arguments.bytes else int(size * count / 8)
         progress = functools.partial(bar, name=f"rounding to {max_bytes} bytes")

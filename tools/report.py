@@ -28,7 +28,7 @@ import train_gpt
 from lib import record_curves
 from lib.runs import read_events
 from sample import load
-from train_gpt import UserError
+from train_gpt import require
 
 # isort: split
 import numpy as np
@@ -52,10 +52,9 @@ def table(events: dict[str, dict], tokens: int, text: bytes) -> list[tuple[str, 
     """Rows (method, bits per byte, remark), all on the validation text, which has `tokens`."""
     banded = events["start"]["hyperparameters"].get("eval_mode") == "banded"
     way = "banded" if banded else "sliding_window"
-    missing = {"val", "artifact", "finished", f"final_int6_{way}_exact"} - set(events)
-    if missing:
-        raise UserError(
-            f"the log has no event {min(missing)}: the run did not finish, run it again"
+    for kind in ("artifact", f"final_int6_{way}_exact", "finished", "val"):
+        require(
+            kind in events, f"the log has no event {kind}: the run did not finish, run it again"
         )
     vocabulary = events["start"]["hyperparameters"]["vocab_size"]
     uniform = math.log2(vocabulary) * tokens / len(text)
@@ -75,8 +74,7 @@ def table(events: dict[str, dict], tokens: int, text: bytes) -> list[tuple[str, 
 
 
 def curve(events: list[dict], width: int = 72, height: int = 12) -> list[str]:
-    """Lines that draw the training loss against the step, each column the mean over its steps; none
-    for two steps."""
+    """Lines that draw the training loss, each column the mean over its steps."""
     points = [(e["step"], e["train_loss"]) for e in events if e["event"] == "train"]
     steps, losses = np.array(points).reshape(-1, 2).T
     if len(steps) < 3:
@@ -88,15 +86,9 @@ def curve(events: list[dict], width: int = 72, height: int = 12) -> list[str]:
     for c, mean in means.items():
         rows[round((high - mean) / max(high - low, 1e-9) * (height - 1))][c] = "*"
     labels = [f"{high:.2f}", *[""] * (height - 2), f"{low:.2f}"]
-    lines = [
-        f"{label:>8} |{''.join(row)}".rstrip() for label, row in zip(labels, rows, strict=True)
-    ]
-    return [
-        "training loss, nats per token:",
-        *lines,
-        f"{'':8} +{'-' * width}",
-        f"{'step':>8}  1{steps[-1]:>{width - 1}.0f}",
-    ]
+    lines = [f"{label:>8} |{''.join(row)}" for label, row in zip(labels, rows, strict=True)]
+    axis = [f"{'':8} +{'-' * width}", f"{'step':>8}  1{steps[-1]:>{width - 1}.0f}"]
+    return ["training loss, nats per token:", *map(str.rstrip, lines), *axis]
 
 
 def sample(
@@ -112,12 +104,8 @@ def sample(
 
 def main() -> None:
     parser = program.parser(__doc__)
-    add = parser.add_argument
-    add(
-        "logs",
-        nargs="+",
-        help="a run's .jsonl and .npz; with --html logs, folders of logs, patterns",
-    )
+    add, text = parser.add_argument, "a run's .jsonl and .npz; with --html logs, folders, patterns"
+    add("logs", nargs="+", help=text)
     add("--html", type=page_file, help="write a page about the logs to this file")
     add("--record", choices=record_curves.RATES, help="draw a record's curves into the page")
     text = "of the sample (default: the beginning of the validation text)"
@@ -136,8 +124,7 @@ def main() -> None:
 
 
 def page_file(name: str) -> Path:
-    """The path of a page. Another suffix is an error, so a log given in its place is not
-    replaced."""
+    """The path of a page. With another suffix it may be a log, which would be replaced."""
     if not name.endswith(".html"):
         raise argparse.ArgumentTypeError(f"{name} does not end in .html")
     return program.output_file(name)
@@ -156,10 +143,8 @@ def print_report(log: Path, artifact: str, prompt: str) -> None:
     print(f"\nsample from the prompt {prompt!r}:\n")
     print("\n".join("    " + line for line in continued.splitlines()))
     model, code = events["artifact"]["model_bytes"], events["artifact"]["code_bytes"]
-    print(
-        f"\nsubmission: {model:,} bytes of weights + {code:,} of code = "
-        f"{model + code:,} of {train_gpt.SUBMISSION_CAP:,} allowed"
-    )
+    total = f"{model + code:,} of {train_gpt.SUBMISSION_CAP:,} allowed"
+    print(f"\nsubmission: {model:,} bytes of weights + {code:,} of code = {total}")
     print(f"\n{'bits per byte on the held-out text':36}{'bpb':>8}")
     for method, bits, remark in rows:
         print(f"  {method:34}{bits:8.4f}  {remark}")

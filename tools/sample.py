@@ -36,13 +36,11 @@ OVERLAP = 2
 
 
 class Reader:
-    """A model, a text, and the keys and values of the tokens that the model has read: a token is
-    read once.
+    """A model, a text, and the keys and values of the tokens that the model has read.
 
-    A token is read together with the two before it. Those are computed again for the new token's
-    embedding; only their embeddings count. The model sees at most EVAL_SEQ_LEN tokens. When the
-    text is longer, the model reads the last half of them again, as a text of its own.
-    """
+    A token is read once, together with the two before it, whose embeddings it needs. The model sees
+    at most EVAL_SEQ_LEN tokens. When the text is longer, the model reads the last half of them
+    again, as a text of its own."""
 
     def __init__(self, hp: train_gpt.Hyperparameters, weights: dict[str, Tensor]):
         device = train_gpt.choose_device(hp.device)
@@ -175,11 +173,9 @@ def talk(reader: Reader, tokenizer: caseops.Tokenizer, arguments: argparse.Names
             print(part, end="", flush=True)
         print(flush=True)
         count, seconds = len(reader.ids) - before, time.perf_counter() - began
-        ended = "; the document ends here" if reader.ids[-1] == BOS else ""
-        print(
-            f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} per second{ended}",
-            file=sys.stderr,
-        )
+        ended = "; the document ends here" * (reader.ids[-1] == BOS)
+        speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} per second"
+        print(f"{speed}{ended}", file=sys.stderr)
 
 
 def main() -> None:
@@ -188,19 +184,11 @@ def main() -> None:
     add("artifact", help="logs/<RUN_ID>.npz")
     add("--prompt", type=program.utf8, help="text to continue; default: standard input")
     add("--temperature", type=float, default=0.8, help="0: the likeliest token; default: 0.8")
-    add("--tokens", type=int, default=200, help="most tokens to add to a prompt; default: 200")
+    add("--tokens", type=program.count, default=200, help="most to add to a prompt; default: 200")
     add("--seed", type=int, default=1, help="of the random numbers; default: 1")
     arguments = parser.parse_args()
     if not 0 <= arguments.temperature < math.inf:
-        parser.error(
-            f"--temperature {arguments.temperature} is not a number from 0 on; 0 takes the likeliest token"
-        )
-    if not 0 <= arguments.seed < 1 << 63:
-        parser.error(f"--seed {arguments.seed} is not between 0 and 2^63")
-    if arguments.tokens < 1:
-        parser.error(
-            f"--tokens {arguments.tokens} is below 1: set how many tokens to add to the prompt"
-        )
+        parser.error(f"--temperature {arguments.temperature} is not a number from 0 on")
     try:
         talk(*load(arguments.artifact, dict(os.environ)), arguments)
     except KeyboardInterrupt:

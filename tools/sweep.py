@@ -5,12 +5,11 @@ results.
     SEEDS="1337 42 2025" GRID="MATRIX_LR=0.02,0.025 MUON_WD=0.03,0.04" python tools/sweep.py -- python train_gpt.py
 
 ./run.sh calls this when SEEDS or GRID is set. Every combination of GRID runs with every seed and
-has its own log, logs/<RUN_ID>_MATRIX_LR=0.02_MUON_WD=0.03_seed1337.txt, with its artifact beside
-it. The values of TTT_LORA_TARGETS, which is a list itself, are separated by |. A finished run is
-not repeated, so an interrupted sweep continues where it stopped; with CHECKPOINT_EVERY also within
-a run; without it, a run that has checkpoints of an earlier sweep is refused. Failed runs are
-reported and retried next time. A finished run over the limits of time or size is reported as failed
-until its files are deleted. A packed script runs with -- python packed.py.
+has its own log, logs/<RUN_ID>_MATRIX_LR=0.02_MUON_WD=0.03_seed1337.txt. The values of
+TTT_LORA_TARGETS, which is a list itself, are separated by |. A finished run is not repeated, so an
+interrupted sweep continues where it stopped, with CHECKPOINT_EVERY also within a run. Failed runs
+are reported and retried next time. A finished run over the limits of time or size is reported as
+failed until its files are deleted.
 """
 
 import contextlib
@@ -52,27 +51,22 @@ def combinations(grid: str) -> list[dict[str, str]]:
 def members(environ: Mapping[str, str]) -> list[dict[str, str]]:
     """The values of the grid, RUN_ID and SEED of each run. Raises UserError for SEEDS or GRID."""
     seeds = environ.get("SEEDS", "").split() or [environ.get("SEED", "1337")]
-    if len(set(seeds)) < len(seeds):
-        raise UserError(
-            f"SEEDS={environ['SEEDS']!r} names a seed twice; a repeated run is not another sample"
-        )
+    twice = f"SEEDS={environ.get('SEEDS')!r} names a seed twice"
+    require(len(set(seeds)) == len(seeds), f"{twice}; a repeated run is not another sample")
     several = seeds[0].split()[1:]
     require(not several, f"SEED={seeds[0]!r} has several seeds: set SEEDS={seeds[0]!r}")
     prefix = environ.get("RUN_ID") or "run"
     planned = []
     for values, seed in itertools.product(combinations(environ.get("GRID", "")), seeds):
-        name = "_".join(
-            [prefix, *(f"{knob}={value}" for knob, value in values.items()), f"seed{seed}"]
-        )
+        parts = (f"{knob}={value}" for knob, value in values.items())
         # Tools take a comma as the end of a log's name.
-        run_id = name.replace("/", "-").replace(",", "+")
+        run_id = "_".join([prefix, *parts, f"seed{seed}"]).replace("/", "-").replace(",", "+")
         planned.append({**values, "SEED": seed, "RUN_ID": run_id})
     return planned
 
 
 def plan(environ: dict[str, str]) -> list[dict[str, str]]:
-    """The variables of each run, including RUN_ID and SEED. Raises UserError if one of the runs
-    could not start."""
+    """The variables of each run. Raises UserError if one of the runs could not start."""
     planned = members(environ)
     for variables in planned:
         variables["RESUME"] = "auto"  # a run without checkpoints begins
@@ -119,13 +113,12 @@ def finished(environ: dict[str, str], run_id: str) -> runs.Run | None:
         for name, value in wanted.items()
         if run.settings.get(name) != value and name not in runs.WITHOUT_EFFECT
     ]
-    if not pack_code.is_current(run.source):
-        unlike.append("another train_gpt.py")
-    if unlike:
-        raise UserError(
-            f"{path} is a finished run of another configuration ({'; '.join(unlike[:4])}): "
-            f"set another RUN_ID, or move its files away: {traces(run_id)}"
-        )
+    unlike += ["another train_gpt.py"] * (not pack_code.is_current(run.source))
+    require(
+        not unlike,
+        f"{path} is a finished run of another configuration ({'; '.join(unlike[:4])}): "
+        f"set another RUN_ID, or move its files away: {traces(run_id)}",
+    )
     try:  # as the script does after its scores
         train_gpt.check_limits(run.total_bytes or 0, run.train_seconds or 0.0, hp)
     except UserError as error:
@@ -136,12 +129,10 @@ def finished(environ: dict[str, str], run_id: str) -> runs.Run | None:
 def execute(
     command: list[str], environ: dict[str, str], quiet: bool = False, folder: Path = Path()
 ) -> str:
-    """Run the command in a folder; `quiet` hides its standard output and its error message. Returns
-    "" or that message."""
+    """Run the command; `quiet` hides what it prints. Returns its error message or ""."""
     streams = {"stdout": subprocess.DEVNULL if quiet else None, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(
-        command, env=environ, cwd=folder, **streams, text=True, errors="replace"
-    )
+    streams |= {"text": True, "errors": "replace"}
+    process = subprocess.Popen(command, env=environ, cwd=folder, **streams)
     message = ""
     RUNNING.add(process)
     try:
@@ -170,35 +161,27 @@ def report(planned: list[dict[str, str]], done: dict[str, runs.Run], failed: dic
     lines = []
     for values, members in groups.items():
         lines.append(f"\n{values or 'as set'}")
-        finished_runs = {
-            f"seed {v['SEED']}": done[v["RUN_ID"]] for v in members if v["RUN_ID"] in done
-        }
-        if finished_runs:
-            lines.append(runs.table(list(finished_runs.values()), list(finished_runs)))
-        else:
-            lines.append("no run finished")
+        there = [v for v in members if v["RUN_ID"] in done]
+        names = [f"seed {v['SEED']}" for v in there]
+        found = [done[v["RUN_ID"]] for v in there]
+        lines.append(runs.table(found, names) if found else "no run finished")
     lines += [f"\nfailed: {run_id}: {message}" for run_id, message in failed.items()]
-    missing = [
-        v["RUN_ID"] for v in planned if v["RUN_ID"] not in done and v["RUN_ID"] not in failed
-    ]
+    missing = [v["RUN_ID"] for v in planned if v["RUN_ID"] not in done | failed]
     if missing:
         lines.append(f"\nnot finished: {' '.join(missing)}; start again to go on")
-    lines.append(
-        "\nbefore: bpb of the averaged weights; after: of the artifact, non-overlapping windows; score: final"
-    )
+    after = "after: of the artifact, non-overlapping windows; score: final"
+    lines.append(f"\nbefore: bpb of the averaged weights; {after}")
     return "\n".join(lines)
 
 
 def patterns(planned: list[dict[str, str]]) -> str:
-    """Words for tools/compare.py: the logs of the first two combinations, or of the only one and
-    another sweep's."""
+    """Words for tools/compare.py: the logs of two combinations, or of one and another sweep's."""
     groups = dict.fromkeys(variables["RUN_ID"].rpartition("seed")[0] for variables in planned)
     return shlex.join([f"{LOGS}/{name}*.txt" for name in [*groups, "OTHER_"][:2]])
 
 
 def sweep(command: list[str]) -> int:
-    """Run everything that has not finished yet and print the report. Returns the exit status, 130
-    after Ctrl-C."""
+    """Run what has not finished yet and print the report. Returns the exit status."""
     planned = plan(dict(os.environ))
     done: dict[str, runs.Run] = {}
     failed: dict[str, str] = {}
@@ -228,13 +211,11 @@ def sweep(command: list[str]) -> int:
             if run_id in (done | failed):
                 continue
             print(f"== {number} of {len(planned)}: {run_id}", flush=True)
-            message = execute(command, {**os.environ, **variables})
-            if message:
+            if message := execute(command, {**os.environ, **variables}):
                 failed[run_id] = message
             else:
-                settle(
-                    variables, f"error: it exited with 0, but {LOGS / run_id}.txt is not finished"
-                )
+                unfinished = f"{LOGS / run_id}.txt is not finished"
+                settle(variables, f"error: it exited with 0, but {unfinished}")
     except KeyboardInterrupt:
         status = 130
     finally:  # also if the script was edited meanwhile

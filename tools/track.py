@@ -5,12 +5,11 @@
     python tools/track.py logs/RUN_ID.jsonl --to trackio        # then: trackio show
     WANDB_MODE=offline python tools/track.py logs/RUN_ID.jsonl --to wandb
 
-It waits for a log that does not exist yet, sends the log from its first line, follows it and ends
-with the run's last event. A run that dies has no such event, because it may be resumed: Ctrl-C or
-SIGTERM ends the following. A run that replaces the log becomes another run of the tracker. Where a
-resumed run repeats steps, TensorBoard shows the new values, trackio and wandb keep the first ones.
-A log that is sent again continues wandb's run and replaces TensorBoard's; trackio makes another
-one. Their own variables apply (TRACKIO_SPACE_ID, WANDB_MODE).
+It waits for a log that does not exist yet, sends it from its first line, and ends with the run's
+last event. A run that dies has no such event, because it may be resumed: Ctrl-C or SIGTERM ends the
+following. Where a resumed run repeats steps, TensorBoard shows the new values, trackio and wandb
+keep the first ones. A log that is sent again continues wandb's run and replaces TensorBoard's;
+trackio makes another one. Their own variables apply (TRACKIO_SPACE_ID, WANDB_MODE).
 """
 
 import argparse
@@ -188,8 +187,7 @@ class Sender:
         print(f"sending {path} to {to}, {self.tracker.place}", flush=True)
 
     def send(self, event: dict) -> None:
-        """Send one event, of a log from its first. Raises UserError as `open`, or if the tracker
-        fails."""
+        """Send one event, of a log from its first. Raises UserError."""
         if self.tracker is None:
             self.open(event)
         if event["event"] == DAMAGED:

@@ -1,7 +1,7 @@
 """Runs a part of train_gpt.py under the pretended driver and writes what it launched. bench/h100.py
 starts it, with the driver preloaded, in an environment that has a CUDA build of torch:
 
-    python trace.py FOLDER '{"script": ..., "work": "step", "knobs": {...}, "ranks": 8, "qat": false, "seq_len": 0}'
+    python trace.py FOLDER '{"script": ..., "work": "step", "knobs": {...}, "ranks": 8}'
 
 FOLDER gets trace.json: facts about the run, Inductor's kernels with their bytes, and the driver's
 log of one repetition after two that compile and fill caches. `work` is one of WORK.
@@ -51,23 +51,18 @@ def note(*fields: object) -> None:
 
 # ---- Bytes of Inductor's kernels -----------------------------------------------------------------
 def split_loops(access: MemoryDep) -> tuple[sympy.Expr, dict[sympy.Symbol, int]]:
-    """(index, size of every loop variable), where i // n and i % n of a loop i became loops of
-    their own."""
+    """(index, size of each loop variable); loops i that are read as i // n and i % n become two."""
     index = access.index.replace(Identity, lambda inside: inside)
     sizes = {}
     for variable, size in zip(access.var_names, map(int, access.size), strict=True):
-        parts = [
-            part for part in index.atoms(FloorDiv, ModularIndexing) if part.args[0] == variable
-        ]
+        atoms = index.atoms(FloorDiv, ModularIndexing)
+        parts = [part for part in atoms if part.args[0] == variable]
         divisors = {int(part.args[-1] if part.args[1] == 1 else part.args[1]) for part in parts}
         if len(divisors) != 1 or size % min(divisors):
             sizes[variable] = size
             continue
         (divisor,) = divisors
-        high, low = (
-            sympy.Symbol(f"{variable}_{name}", integer=True, nonnegative=True)
-            for name in ("high", "low")
-        )
+        high, low = sympy.symbols(f"{variable}_high {variable}_low", integer=True, nonnegative=True)
         for part in parts:
             remainder = isinstance(part, ModularIndexing) and part.args[1] == 1
             whole = isinstance(part, FloorDiv) or int(part.args[2]) * divisor >= size
@@ -80,11 +75,8 @@ def split_loops(access: MemoryDep) -> tuple[sympy.Expr, dict[sympy.Symbol, int]]
 
 def footprint(accesses: list, total: int) -> int:
     """Elements of a buffer of `total` elements that a kernel touches, so a slice counts as a slice.
-
-    An access is base + sum(stride * i) over loops of known sizes. Per access the inner loops are
-    enumerated and the outer ones multiply the count; accesses with the same outer loops are united.
-    Anything else counts the whole buffer.
-    """
+    An access is base + sum(stride * i) over loops. Inner loops are enumerated, and accesses with
+    the same outer ones are united. Anything else counts the whole buffer."""
     united: dict[tuple, np.ndarray] = {}
     for access in accesses:
         if not isinstance(access, MemoryDep):
@@ -94,9 +86,8 @@ def footprint(accesses: list, total: int) -> int:
         base = (index - sum(stride * variable for variable, stride in strides.items())).expand()
         if not all(number.is_Integer for number in (base, *strides.values())):
             return total
-        loops = sorted(
-            (abs(int(strides[v])), n) for v, n in sizes.items() if strides[v] != 0 and n > 1
-        )
+        moving = [(int(strides[v]), n) for v, n in sizes.items() if n > 1]
+        loops = sorted((abs(stride), n) for stride, n in moving if stride)
         offsets = np.array([int(base)])
         while loops and len(offsets) * loops[0][1] <= MAX_OFFSETS:
             stride, size = loops.pop(0)
@@ -105,10 +96,8 @@ def footprint(accesses: list, total: int) -> int:
             return total
         outer = tuple(loops)
         united[outer] = np.union1d(united.get(outer, offsets), offsets)
-    touched = sum(
-        len(offsets) * math.prod(n for _, n in outer) for outer, offsets in united.items()
-    )
-    return min(total, touched)
+    parts = (len(offsets) * math.prod(n for _, n in outer) for outer, offsets in united.items())
+    return min(total, sum(parts))
 
 
 def kernel_bytes(kernel: TritonKernel) -> int:
@@ -127,8 +116,7 @@ def kernel_bytes(kernel: TritonKernel) -> int:
 
 def product_cost(arguments: tuple) -> tuple[int, int, str]:
     """(bytes, FLOPs, sizes) of the script's own kernel, a (N, K) @ b (M, K)^T with more in its
-    epilogue. Every tensor counts once: tiles that need the same rows of a run together, b stays in
-    the cache, and nothing is written twice."""
+    epilogue. Every tensor counts once: b stays in the cache, and nothing is written twice."""
     # Of TMA's descriptors
     tensors = [getattr(argument, "base", argument) for argument in arguments]
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)}
@@ -137,8 +125,7 @@ def product_cost(arguments: tuple) -> tuple[int, int, str]:
 
 
 def watch_kernels() -> list[dict]:
-    """Note every launch of Inductor's kernels. Returns the list of kernels, to which the notes
-    refer by index."""
+    """Note every launch of Inductor's kernels. The notes refer to the returned list by index."""
     TritonKernel.estimate_kernel_num_bytes = kernel_bytes
     torch._inductor.config.benchmark_kernel = True  # store the estimate with the kernel
     torch._inductor.config.use_static_cuda_launcher = False
@@ -264,14 +251,6 @@ class CountOperators(TorchDispatchMode):
 
 
 # ---- The work ------------------------------------------------------------------------------------
-def load_script(path: str) -> types.ModuleType:
-    specification = importlib.util.spec_from_file_location("train_gpt", path)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["train_gpt"] = module
-    specification.loader.exec_module(module)
-    return module
-
-
 def mark(owner: object, name: str, part: str) -> None:
     """Let calls of this method begin a part in the log."""
     method = getattr(owner, name)
@@ -332,9 +311,8 @@ def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
         mark(run.optimizer, name, part)
     mark(run.average, "update", "average")
     run.clock.start()
-    length = options["seq_len"] or hp.train_seq_len
     momentum, looping = hp.muon_momentum_warmup_start, hp.loop_visits > 1
-    settings = script.StepSettings(1.0, momentum, options["qat"], length, looping)
+    settings = script.StepSettings(1.0, momentum, False, hp.train_seq_len, looping)
     return lambda: run.train_step(0, settings)
 
 
@@ -351,21 +329,9 @@ def calibration(script, hp, runtime, options: dict) -> Callable[[], None]:
     return work
 
 
-def fused_mlp(script, hp, runtime) -> Callable | None:
-    """The kernel of FUSED_MLP=1."""
-    wanted = hp.fused_mlp in (True, "1")  # a switch until 2026-11-28
-    return script.load_fused_mlp(hp.mlp_slope, runtime.device) if wanted else None
-
-
 def build_model(script, hp, runtime) -> torch.nn.Module:
     model = script.GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
     return model.to(runtime.device)
-
-
-def compiled_model(script, model, runtime):
-    """The model as the script compiles it: by block, or whole before 2026-11-28."""
-    compile_model = getattr(script, "compile_blocks", script.compile_whole)
-    return compile_model(model, runtime.compiled)
 
 
 def evaluator_of(script, forward, val, hp, runtime, stride: int):
@@ -376,7 +342,7 @@ def evaluator_of(script, forward, val, hp, runtime, stride: int):
 
 def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """One batch of windows, or of the blocks of a banded pass."""
-    forward = compiled_model(script, build_model(script, hp, runtime), runtime)
+    forward = script.compile_blocks(build_model(script, hp, runtime), runtime.compiled)
     banded = hp.eval_mode == "banded"
     only_read, stride = hp.eval_seq_len - hp.eval_stride, hp.eval_stride
     if banded:
@@ -400,15 +366,14 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """One chunk that is scored and trained on, and one that is only scored. The text's first window
     is a batch of its own, so the first chunk's windows are another part."""
     model = build_model(script, hp, runtime)
-    forward = compiled_model(script, model, runtime)
+    forward = script.compile_blocks(model, runtime.compiled)
     val = Data(hp, runtime, 2 * hp.ttt_chunk_tokens)
     gradients = script.sgd_gradients
     counting = CountOperators()
     inside = []
 
     def compiled(function):
-        """The function as a part of its own. The mode is left for it, as Dynamo compiles nothing
-        within a mode."""
+        """The function as a part of its own, outside the mode, in which Dynamo compiles nothing."""
 
         def call(*arguments, **named):
             if inside:  # AOTAutograd calls torch.autograd.grad, too
@@ -450,14 +415,12 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
 
 def low_rank_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """A chunk of each shape of window with its AdamW step, each a part of the log.
-    options["repeats"] gets how often rank 0 does each of them in the challenge's validation
-    split."""
+    options["repeats"] gets how often rank 0 does each in the challenge's validation split."""
     model = build_model(script, hp, runtime)
-    forward = compiled_model(script, model, runtime)
+    forward = script.compile_blocks(model, runtime.compiled)
     examples, options["repeats"] = chunks_of(script, hp, runtime, model)
-    scorer = evaluator_of(
-        script, forward, Data(hp, runtime, 2 * hp.eval_seq_len), hp, runtime, hp.eval_stride
-    )
+    val = Data(hp, runtime, 2 * hp.eval_seq_len)
+    scorer = evaluator_of(script, forward, val, hp, runtime, hp.eval_stride)
     first = script.lora_adapter(hp, runtime.device)
     compile_whole = script.compile_whole
 
@@ -516,8 +479,7 @@ def chunks_of(script, hp, runtime, model) -> tuple[dict[str, tuple[int, int]], d
 
 
 def updates(script, hp, runtime, options: dict) -> Callable[[], None]:
-    """The ways of bench/optimizer.py to update the rows of this rank, each a part of the log, then
-    a step of ParallelMuon by its parts."""
+    """The ways of bench/optimizer.py, then a step of ParallelMuon, each a part of the log."""
     sys.path.append(str(Path(__file__).resolve().parent.parent))
     import optimizer
 
@@ -581,38 +543,36 @@ def main() -> None:
     options = json.loads(sys.argv[2])
     DRIVER.pretended_logging(0)
     kernels = watch_kernels()
-    script = load_script(options["script"])
+    specification = importlib.util.spec_from_file_location("train_gpt", options["script"])
+    script = sys.modules["train_gpt"] = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(script)
     knobs = {"ATTENTION": "fa3", "COMPILE": "1", **options["knobs"]}
     hp = script.Hyperparameters.from_env(knobs)
     lengths = {hp.train_seq_len, hp.train_seq_len // hp.short_seq_parts, hp.eval_seq_len}
     lengths.add(sum(script.band_block(hp)))
     seen = {}
-    for window in {0, hp.eval_seq_len, getattr(hp, "attn_window", 0)}:  # none, a band's, a layer's
+    for window in {0, hp.eval_seq_len, hp.attn_window}:  # none, a band's, a layer's
         seen |= {(length, window): keys_in_document(length, window) for length in lengths}
         if hp.doc_len and options["work"] in ("step", "gptq"):
-            # The longest document; older versions give the length of the sequence.
-            for length in (hp.doc_len, hp.train_seq_len):
-                seen[length, window] = keys_in_document(hp.train_seq_len, window, hp.doc_len)
+            seen[hp.doc_len, window] = keys_in_document(hp.train_seq_len, window, hp.doc_len)
         if options["work"] == "ttt_lora":  # each window is a part of one document
             widths = [script.round_up(hp.eval_seq_len // part) for part in script.LORA_PARTS]
             seen |= {(width, window): mean_keys(np.array([width]), window) for width in widths}
     provide_flash_attention(seen)
     dist.init_process_group("fake", rank=0, world_size=options["ranks"], store=FakeStore())
     device = torch.device("cuda", 0)
-    dtype = script.choose_dtype(hp.compute_dtype, device)
-    attend = script.load_attention(hp.attention)
     script.choose_deterministic(hp.deterministic)
     runtime = script.Runtime(
         comm=script.Comm(0, options["ranks"]),
         device=device,
-        dtype=dtype,
+        dtype=script.choose_dtype(hp.compute_dtype, device),
         compiled=hp.compile != "0",
         attention=hp.attention,
-        attend=attend,
+        attend=script.load_attention(hp.attention),
         micro_batch_tokens=hp.micro_batch_tokens or 98_304,
         notes=(),
+        fused_mlp=script.load_fused_mlp(hp.mlp_slope, device) if hp.fused_mlp else None,
     )
-    runtime = dataclasses.replace(runtime, fused_mlp=fused_mlp(script, hp, runtime))
     work = WORK[options["work"]](script, hp, runtime, options)
     for repetition in range(3):
         if repetition == 2:
@@ -623,15 +583,11 @@ def main() -> None:
     DRIVER.pretended_logging(0)
     facts = {
         "torch": torch.__version__,
-        "attention": hp.attention,
         "peak_mib": torch.cuda.max_memory_allocated() >> 20,
         "graph_breaks": sum(counters["graph_break"].values()),
-        "graphs": counters["stats"].get("unique_graphs", 0),
-        "rows": hp.train_batch_tokens // hp.train_seq_len // options["ranks"],
         **options.get("windows", {}),
         "ttt_chunk": hp.ttt_chunk_tokens,
         "repeats": options.get("repeats"),
-        "weights": sum(p.numel() for p in script.GPT(hp, attend, dtype).parameters()),
     }
     log = Path(os.environ["PRETENDED_H100_LOG"]).read_text().splitlines()
     (folder / "trace.json").write_text(json.dumps({"facts": facts, "kernels": kernels, "log": log}))

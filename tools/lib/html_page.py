@@ -4,6 +4,7 @@
 escapes every string.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import html
@@ -78,14 +79,11 @@ def read_groups(texts: list[str]) -> tuple[list[Group], list[str]]:
     """(the groups of all logs, notes on logs that are left out). Evaluations of artifacts are, beside
     trainings. A .jsonl stands for the text log
     beside it. Raises UserError if no log has a step."""
-    texts = [re.sub(r"\.jsonl$", ".txt", text) for text in texts]
-    members, note = runs.read_logs(texts)
+    members, note = runs.read_logs([re.sub(r"\.jsonl$", ".txt", text) for text in texts])
     notes = [f"{note}."] if note else []
     trained = [run for run in members if not run.settings.get("EVAL_ONLY")]
-    if trained and len(trained) < len(members):
-        notes.append(
-            f"left out: {len(members) - len(trained)} logs that only evaluate (EVAL_ONLY)."
-        )
+    if trained and (only := len(members) - len(trained)):
+        notes.append(f"left out: {only} logs that only evaluate (EVAL_ONLY).")
         members = trained
     named = plot.groups([run for run in members if not run.fault])
     found = [Group(name, group) for name, group in named.items()]
@@ -145,7 +143,9 @@ def headline(groups: list[Group], table: Table) -> str:
             if len(x):
                 ends.append(f"{run.path.stem} {y[-1]:.4f} bits per byte at step {x[-1]:,.0f}")
         return f"Not finished. Last validation: {', '.join(ends) or 'none'}."
-    best = best_of(done, table)
+    # Those that cannot be compared with the first one have no difference.
+    compared = {name for name, _, difference, *_ in table.rows if difference}
+    best = min((group for group in done if group.name in compared), key=lambda group: group.bpb)
     score = plot.mean_std([run.score.bpb for run in best.members], ".4f")
     text = f"{best.name}: {score} bits per byte"
     if len(done) == 1:
@@ -161,29 +161,12 @@ def headline(groups: list[Group], table: Table) -> str:
     return f"{text}, {gain}. {end}.{unequal and f' But {unequal}.'}"
 
 
-def best_of(done: list[Group], table: Table) -> Group:
-    """The group with the lowest score among the first one and those that are compared with it."""
-    compared = {name for name, _, difference, *_ in table.rows if difference}
-    return min((group for group in done if group.name in compared), key=lambda group: group.bpb)
-
-
-def row_of(run: Run) -> list[float | None]:
-    """The numbers of COLUMNS; none that an unfinished run lacks."""
-    lacking = ("score", "eval s") if run.fault else ()
-    return [None if name in lacking else read(run) for name, _, read in COLUMNS]
-
-
 def run_table(groups: list[Group]) -> Table:
     """Each run, then the mean and standard deviation of its group."""
     rows = []
     for group in groups:
-        numbers = [(run.path.stem, row_of(run)) for run in group.members]
-        if len(numbers) > 1:
-            summary = runs.summary([values for _, values in numbers])
-            numbers += zip(("mean", "std"), summary, strict=True)
-        for name, values in numbers:
-            cells = [runs.cell(v, f, "–") for v, (_, f, _) in zip(values, COLUMNS, strict=True)]
-            rows.append([name, *cells])
+        names = [run.path.stem for run in group.members]
+        rows += runs.rows(group.members, names, COLUMNS, unknown="–")
     return Table(["run", *HEADINGS.values()], rows)
 
 
@@ -192,19 +175,13 @@ def read_curve(run: Run | record_curves.Track, field: str, x: str) -> plot.Curve
     """A field of a run, or its tokens per second between two logged steps, against `x`."""
     if field == "speed":
         tokens = run.settings.get("TRAIN_BATCH_TOKENS", "")
-        timed = [point for point in run.train if point.seconds is not None]
-        rates = [
-            b._replace(fields={field: int(tokens) * (b.step - a.step) / (b.seconds - a.seconds)})
-            for a, b in zip(timed, timed[1:], strict=False)
-            if tokens.isdigit() and b.seconds > a.seconds
-        ]
-        return plot.curve(rates, x, field)
+        at, ms = plot.step_times(run.train if tokens.isdigit() else [], x)
+        return at[ms > 0], 1000 * int(tokens or 0) / ms[ms > 0]
     return plot.curve(run.val if field == "val_bpb" else run.train, x, field)
 
 
 def lines_of(curves: list[plot.Curve], style: dict, form: str) -> list[go.Scatter]:
-    """The mean of a group's curves, above the band from the lowest to the highest; none if they
-    have no x in common."""
+    """The mean of a group's curves, above the band from the lowest to the highest."""
     x, y = plot.together(curves)
     if not len(x):
         return []
@@ -322,26 +299,33 @@ def average(found: list[dict[str, float]]) -> dict[str, float]:
 
 
 def bytes_of(run: Run) -> dict[str, float]:
-    """The bytes of the submission by part. By tensor if an artifact of the logged size lies beside
-    the log."""
+    """The bytes of the submission by part; by tensor if the artifact lies beside the log."""
     if None in (run.model_bytes, run.code_bytes):
         return {}
     code = {"code": run.code_bytes}
     path = run.path.with_name(run.path.stem + "".join(train_gpt.ARTIFACT.suffixes))
-    try:
+    with contextlib.suppress(OSError, train_gpt.UserError):
         if path.stat().st_size == run.model_bytes:
-            shares = plot.byte_shares(str(path)) | code
+            shares = byte_shares(str(path)) | code
             return dict(sorted(shares.items(), key=lambda part: -part[1]))
-    except (OSError, train_gpt.UserError):
-        pass
     return {"weights": run.model_bytes} | code
 
 
+def byte_shares(path: str) -> dict[str, int]:
+    """Bytes of each part of an artifact; they add up to the file. Raises UserError."""
+    # Whichever tokenizer is installed
+    blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})
+    with train_gpt.reading_artifact(path):
+        _, _, streams, values = train_gpt.open_artifact(blob)
+    shares = {name: len(stream) for name, stream in streams.items()}
+    shares["steps, plain values"] = len(values)
+    shares["header, container"] = len(blob) - sum(shares.values())
+    return shares
+
+
 def seconds_of(run: Run) -> dict[str, float]:
-    """The seconds of a run by part, in order. Those of warm-up, calibration, export and the rest
-    are in the events alone."""
+    """The seconds of a run by part, in order; some are in the events alone."""
     events = events_of(run)
-    events |= {"calibration": events["gptq"]} if "gptq" in events else {}  # until 2026-11-26
     kinds = ("warmup", "calibration", "artifact")
     walls = {kind: events.get(kind, {}).get("wall_seconds", 0.0) for kind in kinds}
     parts = {
@@ -371,20 +355,11 @@ def environment(groups: list[Group]) -> Table:
             for name, value in (found | run.versions | {"sha256 of the script": script}).items():
                 facts.setdefault(name, []).append(str(value or ""))
         columns.append({name: "; ".join(dict.fromkeys(told)) for name, told in facts.items()})
-    names = [name for name in dict.fromkeys(n for c in columns for n in c)]
-    names = [name for name in names if any(column.get(name) for column in columns)]
+    names = dict.fromkeys(name for column in columns for name, told in column.items() if told)
     alike = all(column == columns[0] for column in columns)
     titles = ["all runs"] if alike else [group.name for group in groups]
     shown = columns[: len(titles)]
     return Table(["", *titles], [[n, *(c.get(n) or "–" for c in shown)] for n in names])
-
-
-def value_of(field: dataclasses.Field, text: str) -> object:
-    """The value of a knob in a log, or its text if this version of the script refuses it."""
-    try:
-        return train_gpt.parse(field, {field.name.upper(): text})
-    except train_gpt.UserError:
-        return text
 
 
 def knobs(groups: list[Group]) -> tuple[Table, Table]:
@@ -398,18 +373,20 @@ def knobs(groups: list[Group]) -> tuple[Table, Table]:
         # A script without a knob counts as one with its default
         if len({found.get(name, start[1]) for found in settings}) > 1:
             differing.append([*start, *values, end])
-        elif name in settings[0] and value_of(field, values[0]) != field.default:
-            alike.append([*start, values[0], end])
-    heads = [
-        ["knob", "default", *titles, "meaning"] for titles in ([g.name for g in groups], ["value"])
-    ]
-    return Table(heads[0], differing), Table(heads[1], alike)
+        elif name in settings[0]:
+            value = values[0]
+            with contextlib.suppress(train_gpt.UserError):  # the value may be of another version
+                value = str(train_gpt.parse(field, {name: value}))
+            if value != start[1]:
+                alike.append([*start, values[0], end])
+    names = [group.name for group in groups]
+    head = ["knob", "default", "value", "meaning"]
+    return Table([*head[:2], *names, head[3]], differing), Table(head, alike)
 
 
 # ---- The page ------------------------------------------------------------------------------------
 def track_notes(groups: list[Group], record: str) -> list[str]:
-    """What `tools/compare.py --record` concludes about each run. Raises UserError for another
-    vocabulary."""
+    """What `tools/compare.py --record` concludes about each run. Raises UserError."""
     notes = []
     for run in (run for group in groups for run in group.members):
         record_curves.check_vocabulary(run, record)
@@ -464,16 +441,15 @@ def contents(texts: list[str], record: str | None) -> dict:
     }
 
 
-def drawn(figure: go.Figure, library: bool) -> str:
-    """The HTML of a figure; with Plotly's library for all figures of the page."""
-    return figure.to_html(CONFIG, full_html=False, include_plotlyjs=library)
-
-
 def write(path: Path, texts: list[str], record: str | None = None) -> None:
     """Write the page about these logs, with the curves of a published record if one is named."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     options = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True}
     template = jinja2.Environment(loader=loader, **options).get_template("html_page.html")
+
+    def drawn(figure: go.Figure, library: bool) -> str:  # the library is for all figures
+        return figure.to_html(CONFIG, full_html=False, include_plotlyjs=library)
+
     page = template.render(contents(texts, record), drawn=drawn).encode(errors="replace")
     with train_gpt.replacing(path) as partial:
         partial.write_bytes(page)

@@ -1,12 +1,10 @@
 """A run beside the published losses of a record, step by step: is it on that track?
 
-`tools/compare.py LOG --record 399` prints this for a running or a finished log. The losses are
-in tools/golden/curves.json: three seeds of #399, #1493 and #2135, from the logs in their
-record folders. A loss is compared where both runs have the same learning rate. Training losses are
-compared only for #399 and SHUFFLE_SEED=0, which reads the same tokens in every step; validation
-losses only without mask, tilt and banded mode, and for #399 only on a text of as many tokens. #2135
-cuts the text of its validation otherwise, so none of its losses is compared; the page of
-`tools/report.py` draws them.
+The losses are in tools/golden/curves.json: three seeds of #399, #1493 and #2135. A loss is compared
+where both runs have the same learning rate. Training losses are compared only for #399 and
+SHUFFLE_SEED=0, which reads the same tokens in every step; validation losses only without mask, tilt
+and banded mode, and for #399 only on a text of as many tokens. #2135 cuts the text of its validation
+otherwise, so none of its losses is compared; the page of `tools/report.py` draws them.
 """
 
 import json
@@ -66,8 +64,7 @@ class Track(NamedTuple):
 
 
 def tracks(name: str) -> list[Track]:
-    """The seeds of a record. Only #399's times are exact enough for the speed between two points;
-    those of the others are rounded to 6 s."""
+    """The seeds of a record. Times of others than #399 are rounded to 6 s, too much for a speed."""
     settings = {"TRAIN_BATCH_TOKENS": "786432"} if name == "399" else {}
     found = []
     for seed in json.loads(CURVES.read_text())[name].values():
@@ -101,8 +98,7 @@ class Row(NamedTuple):
 
 
 def read_curves(name: str) -> dict[tuple[str, int], Published]:
-    """What a record's seeds have by (kind, step). The last validation of each seed is at step -1,
-    because their numbers of steps differ."""
+    """What a record's seeds have by (kind, step); at step -1 the last validation of each seed."""
     seeds = json.loads(CURVES.read_text())[name].values()
     losses: dict[tuple[str, int], list[float]] = {}
     rates: dict[int, float] = {}
@@ -169,8 +165,7 @@ def check_vocabulary(run: Run, name: str) -> None:
 
 
 def follow(run: Run, name: str) -> tuple[bool, str]:
-    """(whether no loss is behind the published track, the report). Raises UserError if nothing can
-    be compared."""
+    """(whether no loss is behind the published track, the report). Raises UserError."""
     require(name in RATES, f"--record {name}: choose one of {', '.join(RATES)}")
     check_vocabulary(run, name)
     # With whole documents a position sees more: some 0.02 nats (modelled), four times the limit.

@@ -1,10 +1,6 @@
-"""Read the text logs of runs: ours and those of the challenge's published scripts.
-
-The tools get everything they know about a run from its text log (logs/<RUN_ID>.txt, or
-train_seed<N>.log in a submission) through `read_run`. Two formats are understood: `step:200/9000
-train_loss:2.43 train_time:16305ms` with `..._exact val_loss:... val_bpb:...` (#399 and its
-relatives), and `200/9000 train_loss: 2.43 train_time: 0.3m`.
-"""
+"""Read the text logs of runs: ours and those of the challenge's published scripts, in two formats:
+`step:200/9000 train_loss:2.43 train_time:16305ms` with `..._exact val_loss:... val_bpb:...` (#399
+and its relatives), and `200/9000 train_loss: 2.43 train_time: 0.3m`."""
 
 import contextlib
 import dataclasses
@@ -15,26 +11,20 @@ import math
 import re
 import statistics
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from train_gpt import (
-    CUT,
-    Hyperparameters,
-    UserError,
-    as_user_error,
-    knobs_with,
-)
+from train_gpt import CUT, Hyperparameters, UserError, as_user_error, knobs_with, require
 
 SEPARATOR = "=" * 100  # separates the source at the top of a log from the rest
-# Runs that differ in one of these are different experiments. Published logs list other names too;
-# those are ignored.
 KNOBS = {field.name.upper() for field in dataclasses.fields(Hyperparameters)}
 RENAMED = {"ROW_RANGE": "ROUNDING", "SKIP_GATES": "SKIPS", "SKIP_LERP": "SKIPS"}  # in older logs
-CONFIGURATION = KNOBS - {"SEED", "RUN_ID"} | {"WORLD_SIZE"}
 # These do not change what a run computes.
 WITHOUT_EFFECT = {"RESUME", "CHECKPOINT_EVERY", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
-CONFIGURATION -= WITHOUT_EFFECT
+# Runs that differ in one of these are different experiments. Published logs list other names too;
+# those are ignored.
+CONFIGURATION = KNOBS - {"SEED", "RUN_ID"} - WITHOUT_EFFECT | {"WORLD_SIZE"}
 # What an evaluation decides; all else is the training's.
 SCORING = {name.upper() for name in knobs_with("score")}
 DAMAGED = "damaged"  # the event of a line that is none
@@ -43,14 +33,9 @@ UNEVEN = 0.1  # of the most steps; a wider range in one group is worth a warning
 NUMBER = r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|nan|inf)"
 STEP = re.compile(r"^(?:step:)?(\d+)/(\d+) (?=train_loss|val_loss)(.*)")
 FIELD = re.compile(r"(\w+): ?" + NUMBER + r"(ms|m|s)?(?![\w.])")
-SCORE = re.compile(
-    r"^([A-Za-z][\w .-]*?)(?:_exact)?:?(?: stride:\d+)? val_loss[:=] ?"
-    + NUMBER
-    + r" val_bpb[:=] ?"
-    + NUMBER
-    + r"(.*)"
-)
-SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, None: 1.0}
+NAME = r"([A-Za-z][\w .-]*?)(?:_exact)?:?(?: stride:\d+)?"  # of a score
+SCORE = re.compile(rf"^{NAME} val_loss[:=] ?{NUMBER} val_bpb[:=] ?{NUMBER}(.*)")
+SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "": 1.0}
 
 
 class Unfinished(UserError):
@@ -149,31 +134,22 @@ class Run:
 
     @property
     def score_name(self) -> str | None:
-        """The name of the score that counts: test-time training, else sliding windows, else the
-        last one."""
-        names = [
-            name
-            for name in self.scores
-            if not is_before_export(name) and "diagnostic" not in name.lower()
-        ]
-        for part in ("ttt", "sliding", ""):
-            for name in reversed(names):
-                if part in name:
-                    return name
-        return None
+        """Of the score that counts: test-time training, else sliding windows, else the last."""
+        names = [name for name in reversed(self.scores) if not is_before_export(name)]
+        names = [name for name in names if "diagnostic" not in name.lower()]
+        found = (name for part in ("ttt", "sliding", "") for name in names if part in name)
+        return next(found, None)
 
     @property
     def score(self) -> Score:
-        """The score that counts. Raises Unfinished if the run did not finish, UserError if the
-        score is not finite."""
+        """The score that counts. Raises Unfinished, or UserError if it is not finite."""
         if not self.finished or self.score_name is None:
-            raise Unfinished(
-                f"{self.path} has no final score: the run did not finish; run it again or leave it out"
-            )
+            why = "the run did not finish; run it again or leave it out"
+            raise Unfinished(f"{self.path} has no final score: {why}")
         score = self.scores[self.score_name]
-        if not (math.isfinite(score.loss) and 0 < score.bpb < math.inf):
-            # Left out, a run that diverged would improve the mean.
-            raise UserError(f"{self.path} has the score {score.bpb}: it cannot be compared")
+        # Left out, a run that diverged would improve the mean.
+        finite = math.isfinite(score.loss) and 0 < score.bpb < math.inf
+        require(finite, f"{self.path} has the score {score.bpb}: it cannot be compared")
         return score
 
     @property
@@ -193,10 +169,9 @@ class Run:
     @property
     def after_export(self) -> Score | None:
         """The score of the artifact with non-overlapping windows."""
-        for name, score in self.scores.items():
-            if "roundtrip" in name or name == "diagnostic quantized":
-                return score
-        return None
+        known = ("roundtrip", "diagnostic quantized")
+        parts = (score for name, score in self.scores.items() if any(p in name for p in known))
+        return next(parts, None)
 
     @property
     def step_ms(self) -> float | None:
@@ -206,15 +181,11 @@ class Run:
 
 def is_before_export(name: str) -> bool:
     """Whether the score of this name is of weights before quantisation."""
-    return any(
-        part in name.lower()
-        for part in ("average", "post_ema", "post-ema", "pre-quant", "prequant")
-    )
+    return bool(re.search("average|post[_-]ema|pre-?quant", name.lower()))
 
 
 def read_run(path: Path) -> Run:
-    """The run in a text log. Raises UserError if the log contains no run (Unfinished) or
-    several."""
+    """The run in a text log. Raises UserError if there is none (Unfinished) or several."""
     source, lines = _read_lines(path)
     text = "\n".join(lines)
     resumes = [place for place, line in enumerate(lines) if line.startswith("resumed: ")]
@@ -222,10 +193,9 @@ def read_run(path: Path) -> Run:
     last = lines[resumes[-1] :] if resumes else lines
     train, val = _points(path, lines)
     scores = _scores(last)
-    if not train and not val and not scores:
-        raise Unfinished(
-            f"{path} has neither steps nor scores; give logs/<RUN_ID>.txt or train_seed<N>.log"
-        )
+    if not (train or val or scores):
+        advice = "give logs/<RUN_ID>.txt or train_seed<N>.log"
+        raise Unfinished(f"{path} has neither steps nor scores; {advice}")
     settings, changed = _settings(lines)
     steps = [point.step for point in (*train, *val)]
     seconds = [point.seconds for point in (*train, *val) if point.seconds is not None]
@@ -266,12 +236,11 @@ def read_run(path: Path) -> Run:
 
 def read_events(path: Path) -> list[dict]:
     """The events of a run's log of JSON lines, without damaged ones, with a note."""
-    advice = "give the logs/<RUN_ID>.jsonl of a run"
-    with as_user_error(f"cannot read {path}", advice, OSError):
+    with as_user_error(f"cannot read {path}", "give the logs/<RUN_ID>.jsonl of a run", Exception):
         lines = path.read_bytes().splitlines()
-    events = [event for event in map(parse_event, lines) if event["event"] != DAMAGED]
-    if not events or "hyperparameters" not in events[0]:
-        raise UserError(f"cannot read {path}: it does not begin with a run's settings; {advice}")
+        events = [event for event in map(parse_event, lines) if event["event"] != DAMAGED]
+        begins = events and "hyperparameters" in events[0]
+        require(begins, "it does not begin with a run's settings")
     note_damage(path, len(lines) - len(events))
     return events
 
@@ -303,21 +272,16 @@ def is_damaged(line: str) -> bool:
 
 def _read_lines(path: Path) -> tuple[bytes | None, list[str]]:
     """(source of the script if the log begins with it, the other lines)."""
-    try:
+    advice = "give the text log of a run, logs/<RUN_ID>.txt"
+    with as_user_error(f"cannot read {path}", advice, OSError):
         blob = path.read_bytes()
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(
-            f"cannot read {path}: {reason}; give the text log of a run, logs/<RUN_ID>.txt"
-        ) from error
-    if path.suffix in (".jsonl", ".json"):
-        raise UserError(f"{path} is not a text log; give {path.with_suffix('.txt').name} instead")
+    instead = f"{path} is not a text log; give {path.with_suffix('.txt').name} instead"
+    require(path.suffix not in (".jsonl", ".json"), instead)
     head, separator, rest = blob.partition(f"\n{SEPARATOR}\n".encode())
     source, body = (head, rest) if separator else (None, blob)
+    lines = body.decode("utf-8", errors="replace").splitlines()
     # nanogpt's logs have a second separator, below the versions.
-    lines = [
-        line for line in body.decode("utf-8", errors="replace").splitlines() if line != SEPARATOR
-    ]
+    lines = [line for line in lines if line != SEPARATOR]
     whole = [line for line in lines if not is_damaged(line)]
     if b"\nruntime: ranks:" in body and body[-1:] != b"\n" and whole[-1:] == lines[-1:]:
         whole.pop()  # of a killed run of ours; other logs may lack the last end of a line
@@ -335,23 +299,19 @@ def _int(text: str | None) -> int | None:
 
 
 def _last_size(text: str, what: str) -> int | None:
-    """The size on the last of these lines: published logs give the raw size first, then one per
-    coder."""
+    """The size on the last of these lines: published logs give the raw size first."""
     found = re.findall(rf"^{what}: (\d+) bytes", text, re.M)
     return int(found[-1]) if found else None
 
 
 def _fields(text: str) -> dict[str, float]:
     """The key:value pairs of a line, times in seconds."""
-    return {
-        key: round(float(value) * SECONDS[unit or None], 9)
-        for key, value, unit in FIELD.findall(text)
-    }
+    found = FIELD.findall(text)
+    return {key: round(float(value) * SECONDS[unit], 9) for key, value, unit in found}
 
 
 def _points(path: Path, lines: list[str]) -> tuple[list[Point], list[Point]]:
-    """Training steps and validation steps, in order. If a resumed run repeats a step, the last
-    entry counts."""
+    """Training and validation steps, in order. Of a step that a resumed run repeats, the last."""
     found: dict[str, dict[int, Point]] = {"train_loss": {}, "val_loss": {}}
     last = -1
     for line in lines:
@@ -364,10 +324,8 @@ def _points(path: Path, lines: list[str]) -> tuple[list[Point], list[Point]]:
             continue
         step = int(match[1])
         fields = _fields(match[3])
-        if step < last:
-            raise UserError(
-                f"{path} holds several runs (step {step} follows step {last}): give each run its own log"
-            )
+        again = f"{path} holds several runs (step {step} follows step {last})"
+        require(step >= last, f"{again}: give each run its own log")
         last = step
         kind = "train_loss" if "train_loss" in fields else "val_loss"
         found[kind][step] = Point(step, fields.get("train_time"), fields)
@@ -375,8 +333,7 @@ def _points(path: Path, lines: list[str]) -> tuple[list[Point], list[Point]]:
 
 
 def _scores(lines: list[str]) -> dict[str, Score]:
-    """Final scores. A rounded line and an `_exact` line are one score; either may contain the
-    time."""
+    """Final scores. A rounded and an `_exact` line are one score; either may have the time."""
     scores: dict[str, Score] = {}
     for line in lines:
         if match := SCORE.match(line):
@@ -386,10 +343,8 @@ def _scores(lines: list[str]) -> dict[str, Score]:
                 continue
             fields = _fields(rest)
             seconds = fields.get("eval_time", scores[name].seconds if name in scores else None)
-            tokens, nbytes = (
-                int(fields[key]) if key in fields else None for key in ("val_tokens", "val_bytes")
-            )
-            scores[name] = Score(float(loss), float(bpb), seconds, tokens, nbytes)
+            counts = [int(fields[k]) if k in fields else None for k in ("val_tokens", "val_bytes")]
+            scores[name] = Score(float(loss), float(bpb), seconds, *counts)
     return scores
 
 
@@ -407,12 +362,8 @@ def todays_names(knobs: dict[str, str]) -> dict[str, str]:
 
 def _settings(lines: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """(knobs, names of those marked as changed)."""
-    ours = [
-        match.groups()
-        for line in lines
-        if (match := re.match(r"^([* ]) ([A-Z][A-Z0-9_]+)=(.*)$", line))
-    ]
-    if ours:
+    matches = (re.match(r"^([* ]) ([A-Z][A-Z0-9_]+)=(.*)$", line) for line in lines)
+    if ours := [match.groups() for match in matches if match]:
         changed = tuple(RENAMED.get(name, name) for mark, name, _ in ours if mark == "*")
         return todays_names({name: value for _, name, value in ours}), changed
     found = {}
@@ -440,18 +391,23 @@ def _versions(lines: list[str]) -> dict[str, str]:
 def read_logs(texts: list[str]) -> tuple[list[Run], str]:
     """(the runs in these logs (`find_logs`), a sentence on the logs without a step). Raises
     UserError if all are without."""
-    members: list[Run] = []
-    failed: list[Unfinished] = []
     paths = {path.resolve(): path for text in texts for path in find_logs(text)}
-    for path in paths.values():
-        try:
-            members.append(read_run(path))
-        except Unfinished as error:
-            failed.append(error)
+    members, failed = _finished(read_run, paths.values())
     if not members:
         raise failed[0]
     more = f" (and {len(failed) - 1} more such logs)" if len(failed) > 1 else ""
     return members, f"left out: {failed[0]}{more}" if failed else ""
+
+
+def _finished(read: Callable, given: Iterable) -> tuple[list, list[Unfinished]]:
+    """(what `read` makes of each, the errors of those that did not finish)."""
+    found, failed = [], []
+    for one in given:
+        try:
+            found.append(read(one))
+        except Unfinished as error:
+            failed.append(error)
+    return found, failed
 
 
 def with_evaluations(members: list[Run]) -> list[Run]:
@@ -461,8 +417,9 @@ def with_evaluations(members: list[Run]) -> list[Run]:
     found: dict[str | None, Run] = {}
     for run in members:
         if run.finished and run.settings.get("EVAL_ONLY") and run.artifact in trained:
-            if other := found.get(run.artifact):
-                raise UserError(f"{other.path} and {run.path} score one artifact: give one of them")
+            other = found.get(run.artifact)
+            twice = f"{other and other.path} and {run.path} score one artifact"
+            require(not other, f"{twice}: give one of them")
             found[run.artifact] = run
     return [
         _joined(run, found[run.artifact]) if run.artifact in found else run
@@ -473,44 +430,27 @@ def with_evaluations(members: list[Run]) -> list[Run]:
 
 def _joined(run: Run, evaluation: Run) -> Run:
     before = {name: score for name, score in run.scores.items() if is_before_export(name)}
-    return dataclasses.replace(
-        run, scores=before | evaluation.scores, finished=True, evaluation=evaluation
-    )
+    changes = {"scores": before | evaluation.scores, "evaluation": evaluation}
+    return dataclasses.replace(run, finished=True, **changes)
 
 
 def read_group(text: str) -> list[Run]:
     """The runs of a group of logs (`find_logs`). Those that did not finish are left out, with a
-    note.
-
-    Raises UserError if none is left, if a seed occurs twice, or if they have different
-    configurations or kinds of scores.
-    """
-    read, members, failed = [], [], []
-    for path in find_logs(text):
-        try:
-            read.append(read_run(path))
-        except Unfinished as error:
-            failed.append(error)
-    for run in with_evaluations(read):
-        try:
-            run.score  # noqa: B018  raises if the run did not finish
-            members.append(run)
-        except Unfinished as error:
-            failed.append(error)
+    note. Raises UserError if none is left, if a seed occurs twice, or if they have different
+    configurations or kinds of scores."""
+    read, failed = _finished(read_run, find_logs(text))
+    pairs, unscored = _finished(lambda run: (run, run.score), with_evaluations(read))
+    members, failed = [run for run, _ in pairs], failed + unscored
     if not members:
         raise failed[0]
     for error in sorted(failed, key=str):
         print(f"left out: {error}", file=sys.stderr)
-    if difference := differences(members):
-        raise UserError(
-            f"the logs of {text} mix configurations: {difference}; give the logs of one configuration"
-        )
+    mixed = f"the logs of {text} mix configurations: {differences(members)}"
+    require(not differences(members), f"{mixed}; give the logs of one configuration")
     seeds = [run.seed for run in members if run.seed is not None]
     for seed in set(seeds):
-        if seeds.count(seed) > 1:
-            raise UserError(
-                f"the logs of {text} have seed {seed} more than once; give one log per seed"
-            )
+        twice = f"the logs of {text} have seed {seed} more than once; give one log per seed"
+        require(seeds.count(seed) == 1, twice)
     return members
 
 
@@ -528,10 +468,8 @@ def find_logs(text: str) -> list[Path]:
     else:
         return [Path(text)]  # reading it will fail and say why
     found = [path for path in files if path.suffix in (".log", ".txt")]
-    if not found:
-        raise UserError(
-            f"there are no logs in {text}; give a folder of logs, a log, or a pattern like 'logs/a_*.txt'"
-        )
+    advice = "give a folder of logs, a log, or a pattern like 'logs/a_*.txt'"
+    require(found, f"there are no logs in {text}; {advice}")
     return found
 
 
@@ -540,13 +478,10 @@ def differences(members: list[Run]) -> str:
     for run in members[1:]:
         a, b = members[0].experiment, run.experiment
         names = f"{members[0].path.name} and {run.path.name}"
-        unlike = [
-            f"{name}={a.get(name, 'not set')} and {b.get(name, 'not set')}"
-            for name in sorted({*a, *b})
-            if a.get(name) != b.get(name)
-        ]
+        unlike = [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)][:4]
+        values = [f"{n}={a.get(n, 'not set')} and {b.get(n, 'not set')}" for n in unlike]
         if unlike:
-            return f"{names} have {'; '.join(unlike[:4])}"
+            return f"{names} have {'; '.join(values)}"
         sources = {log.source for one in (members[0], run) for log in one.logs} - {None}
         if len(sources) > 1:
             return f"{names} begin with different scripts"
@@ -574,10 +509,8 @@ def mean_std(values: list[float]) -> tuple[float, float | None]:
 
 def summary(rows: list[list[float | None]]) -> tuple[list[float | None], list[float | None]]:
     """(means, standard deviations) of the columns, None for a column that has a None."""
-    stats = [
-        (None, None) if None in column else mean_std(list(column))
-        for column in zip(*rows, strict=True)
-    ]
+    columns = zip(*rows, strict=True)
+    stats = [(None, None) if None in column else mean_std(list(column)) for column in columns]
     return [mean for mean, _ in stats], [std for _, std in stats]
 
 
@@ -605,15 +538,26 @@ def aligned(rows: list[list[str]]) -> str:
     return "\n".join(layout.format(*row) for row in rows)
 
 
-def table(members: list[Run], names: list[str] | None = None) -> str:
-    """One line per run, then their mean and standard deviation."""
-    names = names or [run.path.stem for run in members]
-    numbers = [[read(run) for *_, read in COLUMNS] for run in members]
-    rows = list(zip(names, numbers, strict=True))
+def rows(
+    members: list[Run], names: list[str], columns: Sequence = COLUMNS, unknown: str = "-"
+) -> list[list[str]]:
+    """A row of cells for each run, even if it did not finish, then mean and standard deviation."""
+    finished = {"score", "eval s"}
+    numbers = [
+        [None if run.fault and title in finished else read(run) for title, _, read in columns]
+        for run in members
+    ]
     if len(members) > 1:
-        rows += zip(("mean", "std"), summary(numbers), strict=True)
-    forms = [form for _, form, _ in COLUMNS]
-    cells = [["", *(title for title, *_ in COLUMNS)]]
-    cells += [[name, *map(cell, values, forms)] for name, values in rows]
-    lines = [aligned([*cells, ["n", str(len(members)), *[""] * (len(COLUMNS) - 1)]]).rstrip()]
-    return "\n".join([*lines, *filter(None, [uneven_steps(members)])])
+        names, numbers = [*names, "mean", "std"], [*numbers, *summary(numbers)]
+    forms = [form for _, form, _ in columns]
+    cells = [[cell(*pair, unknown) for pair in zip(row, forms, strict=True)] for row in numbers]
+    return [[name, *row] for name, row in zip(names, cells, strict=True)]
+
+
+def table(members: list[Run], names: list[str] | None = None) -> str:
+    """The rows of these runs as text."""
+    names = names or [run.path.stem for run in members]
+    head = ["", *(title for title, *_ in COLUMNS)]
+    last = ["n", str(len(members)), *[""] * (len(COLUMNS) - 1)]
+    text = aligned([head, *rows(members, names), last]).rstrip()
+    return "\n".join([text, *filter(None, [uneven_steps(members)])])
