@@ -55,8 +55,8 @@ def load_script(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses look up their module
     with as_user_error(f"--against {path} cannot be imported", advice, ImportError, SyntaxError):
         specification.loader.exec_module(module)
-    known = hasattr(module, "Hyperparameters")
-    require(known, f"--against {path} has no Hyperparameters: {advice}")
+    known = hasattr(module, "compile_blocks")
+    require(known, f"--against {path} has no compile_blocks: {advice} of 2026-11-28 or later")
     module.UserError = UserError  # so that `run_program` reports its errors too
     return module
 

@@ -156,7 +156,7 @@ MISTAKES = [  # (command, exit status, part of the sentence); argparse exits wit
     ("tools/report.py a.jsonl", 2, "give logs/<RUN_ID>.jsonl and logs/<RUN_ID>.npz, or --html"),
     ("bench/step.py --against broken.py", 1, "cannot be imported"),
     ("bench/step.py --against none.py", 1, "is not a Python file"),
-    ("bench/step.py --against empty.py", 1, "has no Hyperparameters: give another version"),
+    ("bench/step.py --against empty.py", 1, "has no compile_blocks: give another version"),
     ("bench/step.py --rounds 0", 2, "is not a whole number above 0"),
     ("tools/ablate.py --steps 6 'x: MATRIX_LRR=1'", 1, "did you mean MATRIX_LR?"),
     ("tools/ablate.py --steps 6 'x: NOTHING=1'", 1, "is not a variant: write"),

@@ -189,6 +189,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not 0 <= arguments.temperature < math.inf:
         parser.error(f"--temperature {arguments.temperature} is not a number from 0 on")
+    if not 0 <= arguments.seed < 1 << 63:
+        parser.error(f"--seed {arguments.seed} is not between 0 and 2^63")
     try:
         talk(*load(arguments.artifact, dict(os.environ)), arguments)
     except KeyboardInterrupt:
