@@ -882,15 +882,16 @@ class GPT(nn.Module):
         x0 = self.embed(ids, projection)  # (B, T, D)
         x0.requires_grad_(torch.is_grad_enabled())  # also where no parameter is trained
         x, change, *x0s = FanOut.apply(x0, len(visits), self.add)
-        stream, inputs, half = (x, change, None), [], len(visits) // 2
+        lane, inputs, half = None, [], len(visits) // 2
         for depth, layer in enumerate(visits):
             # The skip of a layer is the input of the one as far before the middle; the middle one
             # takes its own, which `block` has.
             skip = inputs[2 * half - depth] if half < depth < 2 * half else None
             early = inputs[-2:-1] if layer.mudd else []
-            before, stream = self.block(stream, x0s[depth], skip, early, layer, document)
+            given = x0s[depth], skip, early, layer, document
+            before, (x, change, lane) = self.block((x, change, lane), *given)
             inputs.append(before)
-        return self.head(stream, head, ids, targets, reduction, refused, hints)
+        return self.head((x, change, lane), head, ids, targets, reduction, refused, hints)
 
     @staticmethod
     def add(*terms: Tensor) -> Tensor:
