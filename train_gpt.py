@@ -4179,8 +4179,12 @@ class Runtime:
         return (
             f"runtime: ranks:{comm.size} mesh:{comm.replicate.size}x{comm.shard.size} "
             f"device:{self.device_name()} compute_dtype:{dtype} attention:{self.attention} "
-            f"mlp:{'fused' if self.fused_mlp else 'plain'} compile:{self.compiled:d}"
+            f"mlp:{self.mlp} compile:{self.compiled:d}"
         )
+
+    @property
+    def mlp(self) -> str:
+        return "fused" if self.fused_mlp else "plain"
 
 
 def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:

@@ -257,10 +257,10 @@ def test_the_program_probes_a_script(tmp_path):
     """Its --help printed nothing."""
     text = (ROOT / "train_gpt.py").read_text()
     seen = "changes with tokens after target"
-    forward = 'nats = self.forward(ids, targets, "none", self.config, **given)'
-    leak = f"{forward} + 1e-6 * self.val.tokens.sum()"
-    assert forward in text
-    (tmp_path / "leaks.py").write_text(text.replace(forward, leak))
+    after = "        index = target.masked_fill(~counts"
+    leak = "        nats = nats + 1e-6 * self.val.tokens.sum()\n"
+    assert text.count(after) == 1
+    (tmp_path / "leaks.py").write_text(text.replace(after, leak + after))
     (tmp_path / "other.py").write_text("print(1)")
     cases = {
         ROOT / "train_gpt.py": (0, "C1 to C4 hold"),

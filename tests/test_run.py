@@ -585,7 +585,7 @@ def test_bf16_compiled_run_is_a_run(backend, env, tmp_path):
     result = run(["-c", code], env(**compiled, **late), tmp_path)
     again = collections.Counter(re.findall(r"Recompiling function (\w+)", result.stderr))
     del again["muon_update"]
-    assert again == {"embed": 2, "block": 2, "head": 3, "matrices": 2}
+    assert again == {"embed": 2, "add": 1, "block": 2, "head": 3, "matrices": 2}
     assert "compute_dtype:bfloat16" in result.stdout
     assert len(re.findall(r"^step:\d+/12 val_loss", result.stdout, re.M)) == 4
 
