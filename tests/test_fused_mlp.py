@@ -86,7 +86,7 @@ def test_the_kernel_compiles_for_an_h100(version, tmp_path):
     variables |= {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "inductor"}  # torch sets it in this process
     start(python, ROOT / "train_gpt.py", "cuda", **variables)
     lines = re.findall(r"(?m)^triton\tfused_mlp\t(\d+)\t(\d+)", log.read_text())
-    assert len(lines) >= 3
+    assert len(lines) == 2  # forward and backward
     assert all(0 < int(registers) <= 255 and spilled == "0" for registers, spilled in lines), lines
     kernels = [path.read_text() for path in (tmp_path / "triton").rglob("fused_mlp.ptx")]
     assert len(kernels) == 2
