@@ -182,10 +182,9 @@ def curves(machine: Machine) -> dict[str, list[dict]]:
         fixed = sequences(hp, ranks) * hp.train_seq_len, hp.train_batch_tokens
         shares = {"weak": (SHARE * (ranks in WORLDS), SHARE), "fixed": fixed}
         for kind, (tokens, batch) in shares.items():
-            rates = {
-                w: sum_up(s, alone, machine, tokens, batch) for w, s in steps.items() if tokens
-            }
-            found[kind] += [{"ranks": ranks, "tokens": tokens, **rates}] * bool(tokens)
+            if tokens:
+                rates = {way: sum_up(steps[way], alone, machine, tokens, batch) for way in WAYS}
+                found[kind].append({"ranks": ranks, "tokens": tokens, **rates})
     return found
 
 
@@ -319,7 +318,8 @@ def check(rounds: int) -> list[dict]:
     measured = {mesh: run_ranks(*mesh, rounds) for mesh in meshes}
     small, large = (measured[2, 2][str(nbytes)] for nbytes in FIT_BYTES)  # 2 hops each
     alpha, beta = small / 2, FIT_BYTES[1] / max(1e-9, large - small)
-    machine = Machine(0.0, 1.0, 0.0, 4, (alpha, 0.0), (beta, 0.0), tree=False)
+    most = max(ranks for ranks, _ in meshes)
+    machine = Machine(0.0, 1.0, 0.0, most, (alpha, 0.0), (beta, 0.0), tree=False)
     work = count(hp, 1, 1, dtype).modelled(machine, 0)["update"]
     machine = machine._replace(flops=work / measured[1, 1]["update"])
     fitted = f"alpha {1e6 * alpha:.0f} us, beta {beta / 1e9:.2f} GB/s"
