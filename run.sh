@@ -12,7 +12,7 @@ usage() {
 Knobs are environment variables (python train_gpt.py --help lists them) and override the settings of this script:
 DEVICE=cpu           the demo (configs/cpu.env), even if there are GPUs
 NPROC=2              number of processes (default: the number of GPUs; on a CPU a core each. A run or sweep that is
-                     continued needs the same number, because another one changes the rounding)
+                     continued keeps its bits only with the same number)
 DATA_PATH=folder     your own shards; on a CPU their manifest.json names tokenizer and vocabulary (data/README.md)
 SCRIPT=packed.py     the packed script instead of train_gpt.py (python tools/pack_code.py -o packed.py)
 MAX_WALLCLOCK_SECONDS=30                        limit of the training (the demo: 230)

@@ -9,9 +9,9 @@ trains a transformer whose matrices are stored in three 3-D "parameter banks", w
     python train_gpt.py                                      # the same mathematics, one GPU or CPU
     python train_gpt.py --help                               # every knob, an environment variable
 
-The file has the method first: knobs, model, optimizer, schedules, training, evaluation, test-time
-training, quantisation and artifact, the whole run. The machinery comes after it: data, coders, log,
-checkpoints, ranks and devices, kernels. `main` is last.
+The file has the method first: knobs, errors, model, optimizer, schedules, training, evaluation,
+test-time training, quantisation and artifact, the whole run. The machinery follows: data, coders,
+log, checkpoints, ranks and devices, kernels. `main` is last.
 
 Data flow:
 
@@ -129,7 +129,7 @@ class Hyperparameters:
     mlp_mult: float = knob(3.0, "hidden width of the MLP as a multiple of MODEL_DIM", "model", low=0.1)
     mlp_slope: float = knob(0.5, "negative slope of the squared leaky ReLU; 0: relu^2 (#399)", "model", high=1)
     skips: str = knob("gates", "U-Net skips: sigmoid gates, scales (#399), or lerp (#2135)", "model", choices=SKIPS)
-    smear_token: bool = knob(False, "SmearGate before the norm, gated by 12 dimensions of the token embedding", "model")
+    smear_token: bool = knob(False, "SmearGate before the norm, gated by 12 dimensions of the embedding", "model")
     loop_visits: int = knob(1, "how often the looped layers run; 1: no depth recurrence", "model", low=1, high=16)
     loop_first: int = knob(3, "first looped layer", "model")
     loop_layers: int = knob(3, "number of looped layers", "model")
@@ -139,7 +139,7 @@ class Hyperparameters:
     mlp_gate: bool = knob(False, "gate the MLP's output per token, from 12 dimensions of the stream", "model")
     attn_window: int = knob(0, "attention sees the last N tokens (all in the last quarter of layers); 0: all", "model")
     doc_attention: bool = knob(False, "attention stays within a document", "model")
-    doc_len: int = knob(0, "in training, cut documents every N tokens from their start, not at rows; 0: never")
+    doc_len: int = knob(0, "in training, cut documents every N tokens from their start or the row's; 0: never")
     tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding")
     logit_softcap: float = knob(30.0, "logits are c * tanh(logits / c)", "model", low=1e-3)
     qk_gain_init: float = knob(1.5, "initial value of the learned gain per query head")
@@ -153,7 +153,7 @@ class Hyperparameters:
     train_batch_tokens: int = knob(786_432, "tokens per step", low=1, multiple_of="train_seq_len", section="Batch")
     train_seq_len: int = knob(2048, "tokens T of a sequence", low=2, high=1 << 20, multiple_of="short_seq_parts")
     short_seq_parts: int = knob(4, "cut sequences into N parts for the first 40 % of the run; 1: never (#399)", low=1)
-    micro_batch_tokens: int = knob(0, "tokens per forward on each rank; 0: what a GPU can hold, at most 98,304", "run")
+    micro_batch_tokens: int = knob(0, "tokens per forward on each rank; 0: 98,304, on a CPU 16,384", "run")
 
     iterations: int = knob(20_000, "training steps, unless the time limit comes first", "run", section="Schedule")
     max_wallclock_seconds: float = knob(TRAINING_CAP, "time limit of steps and calibration; 0: none", "run")
@@ -491,7 +491,7 @@ def require(condition: object, sentence: str):
 
 
 def error_message(error: BaseException) -> str:
-    """The first line of an exception's message; its type comes first unless the message says it."""
+    """The first line of an exception's message; its type comes first if a library wrote it."""
     # The text of an OSError would repeat its number and file.
     message = str(getattr(error, "strerror", None) or error)
     line = message.strip().split("\n")[0][:300]
@@ -537,7 +537,7 @@ class MatrixKind(NamedTuple):
     transposed: bool = False  # stored as (in, out)
     zero: bool = False  # initially zero (projections back to the stream) instead of orthogonal
     gain: str = ""  # name of the learned gain (L, out) of its outputs
-    normed: bool = False  # multiplied by the layer scale, 1/sqrt(layer + 1)
+    layer_scaled: bool = False  # multiplied by 1/sqrt(layer + 1)
     norm_after: bool = False  # its outputs may be normalised in place of its inputs
     target: str = ""  # the name in LORA_TARGETS of low-rank changes of its outputs
 
@@ -556,7 +556,7 @@ class MatrixKind(NamedTuple):
 # The down projection is stored transposed, so that it has the shape of the up projection.
 #
 #               reads                                     multiplied by
-#     q, k, v   rms_norm of the stream                    the layer scale (`normed`)
+#     q, k, v   rms_norm of the stream                    the layer scale (`layer_scaled`)
 #     out       the heads                                 `attn_scale`
 #     up        the stream, or its rms_norm: see GPT.mlp  the layer scale
 #     down      the hidden units                          `mlp_scale`
@@ -564,11 +564,11 @@ class MatrixKind(NamedTuple):
 # The forward multiplies by a matrix with `linear(x, layer.NAME)`, a field of `Layer`. Parameter,
 # Muon, checkpoint, Hessian and export follow from its row. For a new one see docs/experiment.md.
 MATRICES = (
-    MatrixKind("q", "qo_bank", "q", normed=True, target="q"),
+    MatrixKind("q", "qo_bank", "q", layer_scaled=True, target="q"),
     MatrixKind("out", "qo_bank", "out", zero=True, gain="attn_scale", target="out"),
-    MatrixKind("k", "kv_bank", "q", out="kv", normed=True, target="k"),
-    MatrixKind("v", "kv_bank", "q", out="kv", normed=True, target="v"),
-    MatrixKind("up", "mlp_bank", "up", out="mlp", normed=True, norm_after=True),
+    MatrixKind("k", "kv_bank", "q", out="kv", layer_scaled=True, target="k"),
+    MatrixKind("v", "kv_bank", "q", out="kv", layer_scaled=True, target="v"),
+    MatrixKind("up", "mlp_bank", "up", out="mlp", layer_scaled=True, norm_after=True),
     MatrixKind(
         "down",
         "mlp_bank",
@@ -873,7 +873,7 @@ class GPT(nn.Module):
         `hints` (B, n) tilt the losses (`token_losses`). An `adapter` adds low-rank products.
         `observe(kind, layer, input)` runs before each product, in eager mode only."""
         config = config or ForwardConfig(self.hp.layer_order())
-        visits, projection, head = self.layers(config, ids.size(1), adapter or {}, observe)
+        visits, projection, table = self.layers(config, ids.size(1), adapter or {}, observe)
         document = None  # of each position, (B, T); or what `prepare` of a kernel makes
         if self.hp.doc_attention:
             document = number_documents(ids, config.doc_len)
@@ -889,9 +889,10 @@ class GPT(nn.Module):
             skip = inputs[2 * half - depth] if half < depth < 2 * half else None
             early = inputs[-2:-1] if layer.mudd else []
             given = x0s[depth], skip, early, layer, document
+            # All three names are bound anew: one that stays would keep the first stream in memory.
             before, (x, change, lane) = self.block((x, change, lane), *given)
             inputs.append(before)
-        return self.head((x, change, lane), head, ids, targets, reduction, refused, hints)
+        return self.head((x, change, lane), table, ids, targets, reduction, refused, hints)
 
     @staticmethod
     def add(*terms: Tensor) -> Tensor:
@@ -925,7 +926,7 @@ class GPT(nn.Module):
         for depth, layer in enumerate(order):
             lane = layer - hp.num_layers + hp.lanes_last_n
             skip = depth - half if depth < 2 * half else -1
-            places = {"lane_mix": lane, "skip_scale": skip, "skip_gate": skip}  # others: layer
+            places = {"lane_mix": lane, "skip_scale": skip, "skip_gate": skip}  # other rows: layer
             parts = {kind.name: matrix(kind, layer, depth) for kind in MATRICES}
             for name, of_places in rows.items():
                 place = places.get(name, layer)
@@ -936,7 +937,7 @@ class GPT(nn.Module):
                 "band": hp.reach(layer, min(config.band or time, time)) % time,
                 "longest": config.doc_len * hp.doc_attention,
                 "xsa": layer >= hp.num_layers - hp.xsa_last_n,
-                "kept": depth < half or left == 3,
+                "kept": depth < half or left == 3,  # nobody reads the first: it shares a graph
                 "mudd": left == 1,
             }
             layers.append(Layer(**parts))
@@ -1072,7 +1073,7 @@ class GPT(nn.Module):
         """ids (B, T) -> stream (B, T, D): token and hashed bigram embedding (BigramHash),
         normalised, mixed with the previous position (SmearGate).
 
-        Nothing crosses a BOS: a document must not depend on the previous one."""
+        Neither crosses a BOS."""
         starts = F.pad(ids[:, 1:] == BOS, (1, 0), value=True)
         x = F.embedding(ids, self.tok_emb)
         if self.hp.bigram_vocab_size:
@@ -1104,7 +1105,7 @@ class GPT(nn.Module):
                 bank = bank + (to_codes(rows, steps, rule.limit) * steps - bank).detach()
             if kind.gain:
                 bank = bank * getattr(self, kind.gain)[..., None]
-            if kind.normed:
+            if kind.layer_scaled:
                 bank = bank * self.layer_scale
             matrices[kind.name] = bank.to(self.dtype)
         for kind in TABLES:
@@ -1215,7 +1216,7 @@ class BankShard:
         state        (r, ...)     fp32, by name: momentum (r, a, b)
         grad         (S*r, a, b)  the gradient of one micro-batch, into which backward adds
         grad_sum     (S*r, a, b)  the sum over all micro-batches: `grad` if there is one, else fp32
-        grad_shard   (r, a, b)    the sum over all ranks: `grad_sum` on one rank, else its own
+        grad_shard   (r, a, b)    the sum over all ranks; `grad_sum` itself if S is 1
         scale        (r, 1, 1)    factor of the update; larger for tall matrices, as in #399
         transposed   (r, 1, 1)    whether a matrix is stored as (in, out)
 
@@ -1251,9 +1252,9 @@ class BankShard:
 class Report(NamedTuple):
     """Scalars of a step, which each rank fills in place; all-reduced with the small gradients."""
 
-    loss: float  # mean; nan if a gradient is not finite
-    seconds: float  # rank 0's clock when it queued the update
-    stop: float  # ranks that were asked to stop
+    loss: Tensor  # mean; nan if a gradient is not finite
+    seconds: Tensor  # rank 0's clock when it queued the update
+    stop: Tensor  # ranks that were asked to stop
 
 
 class ParallelMuon:
@@ -1291,7 +1292,7 @@ class ParallelMuon:
 
     def add_adam(self):
         """AdamW with its state, as a checkpoint may restore it before the first step. A new
-        parameter gets SCALAR_LR and SCALAR_WD unless it is named here or in TABLES."""
+        parameter gets SCALAR_LR, and SCALAR_WD unless it is in TABLES."""
         hp = self.hp
         groups = {}
         for name, parameter in self.small.items():
@@ -1450,7 +1451,8 @@ class StepSettings(NamedTuple):
 
 
 def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> StepSettings:
-    """The settings of step number `step`. `seconds`: elapsed time. `end`: time limit or infinity.
+    """The settings of step number `step`. `seconds`: when it begins. `end`: when the last step may
+    begin, or infinity.
 
     Progress is the used fraction of ITERATIONS or of the time, the larger one. The warmdown ends at
     MIN_LR."""
@@ -1506,7 +1508,7 @@ class Clock:
         return self.paused_at + (perf_counter() - self.started if self.started else 0.0)
 
     def record(self, step: int, seconds: float):
-        """Record rank 0's training time when it queued the update of the next `step`."""
+        """Record when rank 0 queued the update of `step`, in its training time."""
         self.recent = [*self.recent[-19:], seconds - self.seconds]
         self.step = step
         self.seconds = seconds
@@ -1900,8 +1902,8 @@ def band_block(hp: Hyperparameters) -> tuple[int, int]:
     """Positions that a block of a banded pass, but the first, only reads, and those that it scores.
 
     Each layer reaches back by at most EVAL_SEQ_LEN - 1 more positions, or ATTN_WINDOW - 1, and the
-    embeddings by 2, so the losses are those of one long pass. With MICRO_BATCH_TOKENS a block is no
-    longer than that, unless it would score less than EVAL_SEQ_LEN."""
+    embeddings by 2 (one more window), so the losses are those of one long pass. With
+    MICRO_BATCH_TOKENS a block is no longer than that, unless it would score less than EVAL_SEQ_LEN."""
     window = hp.eval_seq_len
     read = window + sum(hp.reach(layer, window) for layer in hp.layer_order())
     scored = window * BAND_TARGETS
@@ -2970,6 +2972,7 @@ def evaluate_only(environ: dict[str, str], path: str):
         make_scorer = partial(Evaluator, forward, val, hp, runtime)
         warm_up_evaluation(make_scorer, final_passes(hp), log)
         rows = val.tokens.unfold(0, hp.eval_seq_len + 1, hp.eval_seq_len)[:2]
+        # Eager: it would compile a backward that no evaluation needs.
         check_kernels(model, model, rows, ForwardConfig(hp.layer_order()), runtime.comm, log)
         model.load_state_dict(weights)
         total = len(blob) + CODE_BYTES
@@ -4268,8 +4271,8 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, 
 
 
 def compile_whole(function: Callable, compiled: bool) -> Callable:
-    """`function` (or a module) compiled, one graph per set of shapes and ForwardConfig; unchanged
-    if not `compiled`. A print or a breakpoint in it is an error: set COMPILE=0 to debug."""
+    """`function` compiled, one graph per set of shapes and constants; unchanged if not `compiled`. A
+    print or a breakpoint in it is an error: set COMPILE=0 to debug."""
     if not compiled:
         return function
     triton = torch._inductor.config.triton
@@ -4407,7 +4410,8 @@ def gradient_errors(
         parts.append([count * part.detach() for part in loss_and_gradients(plain, [row])])
     names = "loss", *dict(plain.named_parameters())
     errors = {}
-    for name, found, *exact in zip(names, loss_and_gradients(forward, ...), *parts, strict=True):
+    whole = loss_and_gradients(forward, slice(None))
+    for name, found, *exact in zip(names, whole, *parts, strict=True):
         error = vector_norm(found.float() - sum(exact))
         size = sum(map(vector_norm, exact))  # of the sum it would be small if rows cancel by chance
         allowed = 0.01 if name == "loss" else AGREEMENT
