@@ -76,9 +76,10 @@ count_gpus() {  # to train on, as gpus
 }
 
 record_settings() {
-    local data="${DATA_PATH:-./data/datasets/fineweb10B_sp1024}"
+    local data="${DATA_PATH:-./data/datasets/fineweb10B_sp1024}" variant=""
+    if [[ "$data" =~ fineweb10B_([a-z0-9_]+)$ && "$data" != *_sp1024 ]]; then variant=" --variant ${BASH_REMATCH[1]}"; fi
     compgen -G "$data/fineweb_train_*.bin" >/dev/null || fail "DATA_PATH=$data has no fineweb_train_NNNNNN.bin; run:" \
-        "${here:+$here && }$PYTHON data/download_fineweb.py"
+        "${here:+$here && }$PYTHON data/download_fineweb.py$variant"
     export NPROC="${NPROC:-$gpus}"
     # The published warmdown of 3,000 steps was 0.41 of its 600 s on 8 x H100; other numbers of GPUs need the fraction.
     if [ "$NPROC" != 8 ] && [[ -z "${WARMDOWN_ITERS:-}" && ! "${GRID:-}" =~ (^|[[:space:]])WARMDOWN_ITERS= ]]; then

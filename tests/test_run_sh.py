@@ -398,6 +398,8 @@ def test_the_end_names_the_data_that_were_given(complete, tmp_path):
     result = complete.run(GPUS="8", USABLE="1", **given)
     command = f"run: cd {complete.repository} && python3 data/download_fineweb.py\n"
     assert result.stderr.endswith(command)
+    other = complete.run(GPUS="8", USABLE="1", DATA_PATH="data/fineweb10B_sp8192_caseops")
+    assert other.stderr.endswith("data/download_fineweb.py --variant sp8192_caseops\n")
     result = complete.run(GPUS="8", USABLE="1", RUN_ID="own text")
     sample, evaluate, *_ = result.stdout.partition("\nnext:\n")[2].splitlines()
     assert "logs/own text.npz" in shlex.split(sample)
