@@ -527,8 +527,9 @@ def test_what_cannot_be_rounded_is_one_sentence(trained, calibration):
     most = int(re.search(r"has (\d+)", str(error.value))[1]) - 300  # they take 348 bytes
     with user_error(f"{most} bytes are too few: the smallest file has {sentence}"):
         quantise.quantise(trained, calibration, most)
-    with user_error("max_bytes=None is not a number"):
-        quantise.quantise(trained, calibration, None)
+    for size in (None, math.nan):
+        with user_error(f"max_bytes={size} is not a number"):
+            quantise.quantise(trained, calibration, size)
     with user_error("states=5: choose 0, 4, 8"):
         quantise.quantise(trained, calibration, 9000, states=5)
     with user_error("the calibration is of another model"):

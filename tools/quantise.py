@@ -20,6 +20,7 @@ import io
 import itertools
 import json
 import math
+import numbers
 import os
 import re
 import sys
@@ -224,8 +225,8 @@ def gptq(
     `to_integers` rounds a column of each of B segments of rows, (B, N, length, 1).
 
     With the A of `row_feedback` a segment also compensates the errors of later segments in the same
-    column. It rounds a column one turn after the next segment, so all segments take in + B - 1
-    turns instead of in * B."""
+    column. It rounds a column one turn after the next segment, so all take in + B - 1 turns instead
+    of in * B."""
     rows, width = torch.take_along_dim(weights, order[:, None], 2), weights.size(2)
     segments = to_segments(rows)
     # `left` (B, N, length, in + 2 * last) has `last` columns of zeros on both sides. In turn t
@@ -494,7 +495,8 @@ def quantise(
     rounding is expected to cost). `states` of the trellis are 0, 4, 8, 16, 64 or 256; more take
     longer. `progress` wraps the list of matrices, then that of groups in each of a few passes, as tqdm
     does. The model does not change. Raises UserError."""
-    require(isinstance(max_bytes, (int, float)), f"max_bytes={max_bytes} is not a number")
+    number = isinstance(max_bytes, numbers.Real) and not math.isnan(max_bytes)
+    require(number, f"max_bytes={max_bytes} is not a number")
     require(states in (0, *train_gpt.PARITY), f"states={states}: choose 0, 4, 8, 16, 64 or 256")
     tensors = tensors_of(model)
     check_finite(tensors)
@@ -696,8 +698,8 @@ def from_bytes(raw: bytes, kinds: Iterable[tuple[torch.dtype, tuple]]) -> Iterat
 
 
 def read(model: nn.Module, header: Mapping, arrays: Mapping[str, bytes]) -> dict[str, Tensor]:
-    """The tensors of a file by name. Their sizes are those of the model, so they take no more memory
-    than it does. Raises an error if the file is invalid."""
+    """The tensors of a file by name. Their sizes are those of the model, so a file cannot ask
+    for more memory. Raises an error if it is invalid."""
     tensors = tensors_of(model)
     groups, sizes, states = header["groups"], header["code_bytes"], header["trellis_states"]
     rotated = header["rotated"]
