@@ -100,8 +100,8 @@ def knob(default, text, role="training", **limits):
     those of "score" that differ from their defaults: EVAL_ONLY repeats the model, and the score
     unless a variable is set. On resume those of "score" and "run" may change, those of "training"
     and "model" may not.
-    Give "model" to every knob that GPT or the codes depend on, beyond initial values, or EVAL_ONLY
-    scores another model.
+    Give "model" to every knob that says what weights or codes mean, or EVAL_ONLY scores another
+    model.
 
     `limits` are those of LIMITS and `section`, a heading of --help; numbers are at least 0 and at
     most MAX_NUMBER unless they say otherwise."""
@@ -157,11 +157,11 @@ class Hyperparameters:
 
     iterations: int = knob(20_000, "training steps, unless the time limit comes first", "run", section="Schedule")
     max_wallclock_seconds: float = knob(TRAINING_CAP, "time limit of steps and calibration; 0: none", "run")
-    warmup_steps: int = knob(20, "untimed warm-up steps; state is restored afterwards", "run")
+    warmup_steps: int = knob(20, "untimed warm-up steps, undone afterwards; 0: the first timed steps compile", "run")
     warmdown_iters: int = knob(3000, "length of the linear warmdown in steps; at most half of the run")
     warmdown_frac: float = knob(0.0, "the same as a fraction of the run; 0: WARMDOWN_ITERS", high=1)
     min_lr: float = knob(0.0, "learning rate at the end of the warmdown, as a fraction of the peak", high=1)
-    loop_start: float = knob(0.35, "fraction of the run after which the layers loop", high=1)
+    loop_start: float = knob(0.35, "fraction of the run after which the layers loop", high=0.99)
 
     matrix_lr: float = knob(0.025, "Muon learning rate of the banks", section="Optimizer")
     scalar_lr: float = knob(0.025, "Adam learning rate of gains, gates and the bigram projection")
@@ -186,7 +186,7 @@ class Hyperparameters:
     swa_every: int = knob(50, "steps between two samples of that average", low=1)
     late_qat: bool = knob(False, "train through rounding (straight-through) at the end of the warmdown")
     qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", high=1)
-    rounding: str = knob("sensitivity", "by sensitivity, or #399's rule", "model", choices=("sensitivity", "399"))
+    rounding: str = knob("sensitivity", "least loss at a size, or #399's rule", "model", choices=("sensitivity", "399"))
     gptq_batches: int = knob(4, "training batches for calibration, within the time limit; 0: none", "run")
     trellis_states: int = knob(8, "states of the trellis; 0 or 1: none", "model", choices=(0, 1, *PARITY))
     target_bytes: int = knob(SUBMISSION_CAP, "bytes that code and artifact may fill; 0: no limit, finest steps", "run")
@@ -218,7 +218,7 @@ class Hyperparameters:
     checkpoint_every: str = knob("", "checkpoint interval: `500` steps or `60s`; empty: none", "run")
     resume: str = knob("", "auto: continue from RUN_ID's newest complete checkpoint", "run", choices=("", "auto"))
     shard_ranks: int = knob(0, "ranks among which a bank is sharded; 0: LOCAL_WORLD_SIZE", "run")
-    deterministic: bool = knob(False, "GPU runs repeat bit for bit, but slower; CPU runs always do", "run")
+    deterministic: bool = knob(False, "GPU steps repeat bit for bit, but slower; CPU steps always do", "run")
     compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "score", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: a GPU if there is one", "score", choices=("auto", "cuda", "cpu"))
     attention: str = knob("auto", "attention kernel; auto: the fastest here", "score", choices=("auto", *KERNELS))
@@ -661,7 +661,7 @@ class Layer(NamedTuple):
     """One visit of a layer: what `GPT.block` reads of the model. A block does not show `attn_scale`,
     `mlp_scale` and the layer scale: `GPT.matrices` multiplies "out" and "down" by the gains, and the
     readers of the normalised stream by the layer scale. The tensors are rows of the parameters with
-    their names."""
+    their names, those of `attn_gate` times the layer scale."""
 
     q: Matrix
     k: Matrix
@@ -884,8 +884,8 @@ class GPT(nn.Module):
         x, change, *x0s = FanOut.apply(x0, len(visits), self.add)
         lane, inputs, half = None, [], len(visits) // 2
         for depth, layer in enumerate(visits):
-            # The skip of a layer is the input of the one as far before the middle; the middle one
-            # takes its own, which `block` has.
+            # Visit half + i takes the input of visit half - i; the middle one its own, which `block`
+            # has.
             skip = inputs[2 * half - depth] if half < depth < 2 * half else None
             early = inputs[-2:-1] if layer.mudd else []
             given = x0s[depth], skip, early, layer, document
@@ -2250,8 +2250,8 @@ def lora_step(scorer: Evaluator, state: LoraState, begin: int, stop: int):
     bias = torch.full((), 1 - LORA_BETA2**state.steps, device=device)  # no copy from the host
     present = np.flatnonzero(state.lengths > begin)
     opening, closing = state.spans[present].T
-    until, windows = np.minimum(opening + stop, closing), opening + max(0, stop - width)
-    columns = np.stack((windows, opening + begin, until, closing, present))
+    starts, lasts = opening + max(0, stop - width), np.minimum(opening + stop, closing)
+    columns = np.stack((starts, opening + begin, lasts, closing, present))
     scorer.forward.requires_grad_(False)  # or a backward would compute gradients of all weights
     for start, first, last, end, document in to_batches(columns, rows, device):
         adapter = {name: f[document[:, 0]].requires_grad_() for name, f in state.factors.items()}
@@ -2972,7 +2972,7 @@ def evaluate_only(environ: dict[str, str], path: str):
         make_scorer = partial(Evaluator, forward, val, hp, runtime)
         warm_up_evaluation(make_scorer, final_passes(hp), log)
         rows = val.tokens.unfold(0, hp.eval_seq_len + 1, hp.eval_seq_len)[:2]
-        # Eager: it would compile a backward that no evaluation needs.
+        # Eager: windows need no compiled backward.
         check_kernels(model, model, rows, ForwardConfig(hp.layer_order()), runtime.comm, log)
         model.load_state_dict(weights)
         total = len(blob) + CODE_BYTES
@@ -3840,7 +3840,8 @@ class Log(AbstractContextManager):
         used = False
         if self.files:
             finished = b'{"event": "finished"' in Path(self.files[1].name).read_bytes()
-            used = finished or (self.artifact.exists() and not self.hp.resume)
+            resumes = self.hp.resume and not self.hp.eval_only
+            used = finished or (self.artifact.exists() and not resumes)
         require(
             not self.comm.broadcast(used),
             f"RUN_ID={self.name} is used by an earlier run: set another, or delete {self.path}.txt, "

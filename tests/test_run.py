@@ -348,6 +348,7 @@ def log_of(hyperparameters, folder, *kinds, **changes):
         (("start", "train", "artifact"), {"RESUME": "auto"}, False),
         (("start", "train", "finished"), {"RESUME": "auto"}, True),
         (("start", "artifact"), {"EVAL_ONLY": "x.xz"}, True),
+        (("start", "train", "artifact"), {"EVAL_ONLY": "x.xz", "RESUME": "auto"}, True),
         (("start", "final_int6_roundtrip_exact", "finished"), {"EVAL_ONLY": "x.xz"}, True),
     ],
 )
