@@ -126,7 +126,7 @@ class Hyperparameters:
     model_dim: int = knob(512, "width D of the residual stream", "model", low=8, multiple_of="num_heads")
     num_heads: int = knob(8, "query heads", "model", low=1, multiple_of="num_kv_heads")
     num_kv_heads: int = knob(4, "key/value heads, each shared by NUM_HEADS / NUM_KV_HEADS query heads", "model", low=1)
-    mlp_mult: float = knob(3.0, "hidden width of the MLP as a multiple of MODEL_DIM", "model", low=0.1)
+    mlp_mult: float = knob(4.0, "hidden width of the MLP as a multiple of MODEL_DIM", "model", low=0.1)
     mlp_slope: float = knob(0.5, "negative slope of the squared leaky ReLU; 0: relu^2 (#399)", "model", high=1)
     skips: str = knob("gates", "U-Net skips: sigmoid gates, scales (#399), or lerp (#2135)", "model", choices=SKIPS)
     smear_token: bool = knob(False, "SmearGate before the norm, gated by 12 dimensions of the embedding", "model")

@@ -2,7 +2,7 @@
 """Models, and does not measure, what train_gpt.py costs on one H100 of eight. It needs no GPU.
 
     python bench/h100.py                                            # a training step with every knob at its default
-    python bench/h100.py NUM_LAYERS=12 --against MLP_MULT=4         # the difference of two settings
+    python bench/h100.py NUM_LAYERS=12 --against MLP_MULT=3         # the difference of two settings
     python bench/h100.py --against ../other/train_gpt.py            # ... or of two versions of the script
     python bench/h100.py --work update                              # the update, and orders of communication
     python bench/h100.py --work gptq                                # the calibration of a batch

@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=program.count, default=9)
     rounds = parser.parse_args().rounds
     as_399 = {"MUON_EQ": "0", "MUON_COEFFS": "quintic", "MUON_BACKEND_STEPS": "5"}
-    hp = Hyperparameters.from_env({**os.environ, **as_399, "GRAD_CLIP_NORM": "0"})
+    hp = Hyperparameters.from_env({"MLP_MULT": "3", **os.environ, **as_399, "GRAD_CLIP_NORM": "0"})
     with Runtime.start(hp) as runtime, torch.no_grad():
         alone = runtime.comm.size == 1
         wait = lambda: (runtime.synchronize(), alone or torch.distributed.barrier())  # noqa: E731

@@ -37,7 +37,7 @@ TINY = {
     "XSA_LAST_N": 2, "BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8, "TRAIN_SEQ_LEN": 32, "TRAIN_BATCH_TOKENS": 768,
     "EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 8, "VAL_BATCH_SIZE": 1024, "ITERATIONS": 12, "WARMDOWN_ITERS": 4,
     "MUON_MOMENTUM_WARMUP_STEPS": 4, "WARMUP_STEPS": 1, "MAX_WALLCLOCK_SECONDS": 0, "VAL_LOSS_EVERY": 0,
-    "LATE_QAT": 0, "COMPILE": 0, "COMPUTE_DTYPE": "float32", "DEVICE": "cpu",
+    "MLP_MULT": 3, "LATE_QAT": 0, "COMPILE": 0, "COMPUTE_DTYPE": "float32", "DEVICE": "cpu",
 }
 # Parts that are off by default: 5 layers, two visited three times, two lanes in the last, gated attention in documents,
 # in windows but for the last layer, MUDD.

@@ -363,8 +363,8 @@ def test_parameter_count_of_the_record():
     hp = Hyperparameters()
     with torch.device("meta"):
         model = GPT(hp, None, torch.bfloat16)
-    assert sum(p.numel() for p in model.parameters()) == 26_829_913
-    shapes = {"qo_bank": (22, 512, 512), "kv_bank": (22, 256, 512), "mlp_bank": (22, 1536, 512)}
+    assert sum(p.numel() for p in model.parameters()) == 32_597_081
+    shapes = {"qo_bank": (22, 512, 512), "kv_bank": (22, 256, 512), "mlp_bank": (22, 2048, 512)}
     assert {name: tuple(getattr(model, name).shape) for name in train_gpt.BANKS} == shapes
 
 

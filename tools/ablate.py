@@ -143,7 +143,7 @@ def record_bytes(hp: Hyperparameters) -> int:
     views = list(train_gpt.artifact_tensors(train_gpt.meta_parameters(hp)))
     codes = sum(view.numel() for kind, _, view in views if kind)
     words = sum((view[..., 0] if kind else view).numel() for kind, _, view in views)
-    return round(4.73 / 8 * codes) + 2 * words
+    return round(3.89 / 8 * codes) + 2 * words
 
 
 def environment(arguments: argparse.Namespace, *chosen: Variant) -> dict[str, str]:
