@@ -889,7 +889,7 @@ class GPT(nn.Module):
             skip = inputs[2 * half - depth] if half < depth < 2 * half else None
             early = inputs[-2:-1] if layer.mudd else []
             given = x0s[depth], skip, early, layer, document
-            # All three names are bound anew: one that stays would keep the first stream in memory.
+            # Rebinding all three names frees the first stream.
             before, (x, change, lane) = self.block((x, change, lane), *given)
             inputs.append(before)
         return self.head((x, change, lane), table, ids, targets, reduction, refused, hints)
@@ -926,7 +926,7 @@ class GPT(nn.Module):
         for depth, layer in enumerate(order):
             lane = layer - hp.num_layers + hp.lanes_last_n
             skip = depth - half if depth < 2 * half else -1
-            places = {"lane_mix": lane, "skip_scale": skip, "skip_gate": skip}  # other rows: layer
+            places = {"lane_mix": lane, "skip_scale": skip, "skip_gate": skip}  # others: `layer`
             parts = {kind.name: matrix(kind, layer, depth) for kind in MATRICES}
             for name, of_places in rows.items():
                 place = places.get(name, layer)
@@ -937,7 +937,7 @@ class GPT(nn.Module):
                 "band": hp.reach(layer, min(config.band or time, time)) % time,
                 "longest": config.doc_len * hp.doc_attention,
                 "xsa": layer >= hp.num_layers - hp.xsa_last_n,
-                "kept": depth < half or left == 3,  # nobody reads the first: it shares a graph
+                "kept": depth < half or left == 3,  # at depth 0 only to share a graph
                 "mudd": left == 1,
             }
             layers.append(Layer(**parts))

@@ -87,6 +87,7 @@ def test_challenge_names_are_knobs():
         ("MATRIX_LR", "inf", "is not at most 4294967295"),
         ("SEED", "4294967296", "is not at most 4294967295"),
         ("BETA2", "1", "BETA2=1.0 is not at most 0.999999"),  # AdamW refuses it with a traceback
+        ("LOOP_START", "1", "is not at most 0.99"),  # trained without the loop, scored with it
         ("EMA_ENABLED", "maybe", "not a switch, 0 or 1: set for example EMA_ENABLED=1"),
         ("NUM_LAYERS", "0", "is not at least 1"),
         ("VOCAB_SIZE", "70000", "is not at most 65536"),

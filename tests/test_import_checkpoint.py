@@ -261,7 +261,7 @@ def test_a_missing_package_is_no_fault_of_the_file(tmp_path, monkeypatch):
 )
 def test_weights_that_may_be_rounded_are_noted(change, part):
     tensors = import_checkpoint.BANKS
-    tensors = {kind: torch.randn(2, 4, 64) for kinds in tensors.values() for kind in kinds}
+    tensors = {kind: torch.randn(2, 4, 2048) for kinds in tensors.values() for kind in kinds}
     found = import_checkpoint.doubts(tensors | {"up": change(tensors["up"])})
     assert [note.startswith(f"note: the matrices up {part}") for note in found] == [True] * bool(
         part
