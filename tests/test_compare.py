@@ -42,7 +42,7 @@ def test_welch_is_the_textbook_one(tmp_path):
         ({1: 1.880, 2: 1.8802, 3: 1.8801}, True, "\nA record: B is better by 0.0199 nats"),
         ({1: 1.896, 2: 1.8962, 3: 1.8961}, False, "better by 0.0039 nats, and at least 0.005"),
         ({1: 1.910, 2: 1.9102, 3: 1.9101}, False, "worse by 0.0101 nats"),
-        ({1: 1.880, 2: 1.9, 3: 1.886}, False, "seeds of each would show it: "),
+        ({1: 1.880, 2: 1.9, 3: 1.886}, False, "it may be chance (p = "),
         # Better at all with p = 0.0006, by more than the margin with 0.02
         ({1: 1.8938, 2: 1.8944, 3: 1.8935}, False, "large enough, but it may be chance (p = 0.0"),
         ({1: 1.880}, False, "3 and 1 seeds cannot show it"),
@@ -191,32 +191,6 @@ def made(losses: list[float]) -> list[runs.Run]:
     """Runs with these final losses."""
     scores = [SimpleNamespace(loss=x, bpb=x / 2, tokens=9, nbytes=None) for x in losses]
     return [SimpleNamespace(score=score, seed=seed) for seed, score in enumerate(scores)]
-
-
-def test_how_many_more_seeds_would_be_needed():
-    """The count is the first at which Welch's test would be significant."""
-    a, b = made([1.02, 1.03, 1.01]), made([1.00, 1.01, 0.99])
-    counts, why = compare.verdict(a, b)
-    assert not counts
-    needed = int(re.search(r"(\d+) seeds of each would show it", why)[1])
-    assert f"{needed - 3} more of A and {needed - 3} more of B" in why
-    sides = [[run.score.loss for run in side] for side in (a, b)]
-
-    def p_of(count: int) -> float:
-        """With as many values of these means and deviations."""
-        found = []
-        for side in sides:
-            mean, deviation = statistics.fmean(side), statistics.stdev(side)
-            values = np.arange(count) - (count - 1) / 2
-            found.append((mean + deviation * values / values.std(ddof=1)).tolist())
-        return compare.welch(*found, compare.MARGIN).p
-
-    assert p_of(needed) < compare.RECORD_LEVEL <= p_of(needed - 1)
-    assert compare.seeds_needed(*reversed(sides)) is None, "B is worse"
-    several = sides[0], sides[1] * 4
-    fewer = compare.seeds_needed(*several)
-    assert 3 < fewer < 12
-    assert f"{fewer - 3} more of A and 0 more of B" in compare.more_seeds(*several)
 
 
 @pytest.mark.parametrize("score", ["nan", "inf", "0.0"])

@@ -120,30 +120,6 @@ def test_knobs_without_effect_are_no_other_configuration(swept, tmp_path):
     assert not runs.differences(members)
 
 
-@pytest.mark.parametrize(
-    "older, now",
-    [
-        ("ROW_RANGE=sdclip SKIP_GATES=True SKIP_LERP=False", "ROUNDING=sensitivity SKIPS=gates"),
-        ("ROW_RANGE=published SKIP_GATES=False", "ROUNDING=399 SKIPS=scales"),
-        ("ROW_RANGE=sdclip SKIP_GATES=False SKIP_LERP=True", "ROUNDING=sensitivity SKIPS=lerp"),
-    ],
-)
-def test_older_names_of_knobs_are_understood(older, now):
-    older, now = (
-        dict(pair.split("=") for pair in f"SEED=1 {text}".split()) for text in (older, now)
-    )
-    assert runs.todays_names(older) == now
-
-
-def test_a_log_with_older_names_of_knobs_is_of_the_same_configuration(swept, tmp_path):
-    first, second = logs_of(swept)
-    older = second.read_text().replace("\n  ROUNDING=sensitivity", "\n  ROW_RANGE=sdclip")
-    older = older.replace("\n  SKIPS=gates", "\n* SKIP_GATES=False\n* SKIP_LERP=True")
-    read = runs.read_run(written(tmp_path, older))
-    assert runs.differences([runs.read_run(first), read]).endswith(" have SKIPS=gates and lerp")
-    assert (read.settings["SKIPS"], read.settings["ROUNDING"]) == ("lerp", "sensitivity")
-
-
 @pytest.mark.parametrize("steps, warned", [(6700, False), (6000, True)])
 def test_runs_of_a_group_with_other_steps_are_a_warning(steps, warned, tmp_path):
     other = PUBLISHED.replace("7179", str(steps)).replace("step:7000", "step:5000")

@@ -7,6 +7,7 @@ and banded mode, and for #399 only on a text of as many tokens. #2135 cuts the t
 otherwise, so none of its losses is compared; the page of `tools/report.py` draws them.
 """
 
+import collections
 import json
 import math
 import statistics
@@ -99,21 +100,18 @@ class Row(NamedTuple):
 
 def read_curves(name: str) -> dict[tuple[str, int], Published]:
     """What a record's seeds have by (kind, step); at step -1 the last validation of each seed."""
-    seeds = json.loads(CURVES.read_text())[name].values()
-    losses: dict[tuple[str, int], list[float]] = {}
-    rates: dict[int, float] = {}
+    seeds, losses, rates = tracks(name), collections.defaultdict(list), {}
     for seed in seeds:
-        last = max(step for step, kind, *_ in seed["curve"] if kind == "val")
-        for step, kind, nats, _, seconds in seed["curve"]:
-            final = kind == "val" and step == last
-            losses.setdefault((kind, -1 if final else step), []).append(nats)
-            if seconds is not None and step and not final:
-                rates.setdefault(step, RATES[name](step, seconds))
-    count = len(seeds)
+        for kind, points in (("train", seed.train), ("val", seed.val)):
+            for point in points:
+                step = -1 if point is seed.val[-1] else point.step
+                losses[kind, step].append(point.fields[f"{kind}_loss"])
+                if "lr_scale" in point.fields:
+                    rates.setdefault(step, point.fields["lr_scale"])
     return {
         (kind, step): Published(found, rates.get(step))
         for (kind, step), found in losses.items()
-        if len(found) == count
+        if len(found) == len(seeds)
     }
 
 
@@ -126,13 +124,9 @@ def rows_of(run: Run, name: str) -> Iterator[Row]:
         point.step: point.fields["lr_scale"] for point in run.train if "lr_scale" in point.fields
     }
     own = [f"{k}={run.settings[k]}" for k, v in SCORED.items() if run.settings.get(k, v) != v]
-    finished = bool(run.scores)
-    last = run.val[-1].step if run.val and finished else None
-    points = [
-        (point.step, kind, point) for kind in ("train", "val") for point in getattr(run, kind)
-    ]
+    points = [(p.step, "train", p) for p in run.train] + [(p.step, "val", p) for p in run.val]
     for step, kind, point in sorted(points, key=lambda one: one[:2]):
-        final = kind == "val" and step == last
+        final = bool(run.scores) and point is run.val[-1]
         published = curves.get((kind, -1 if final else step))
         if published is None:
             continue
@@ -184,14 +178,11 @@ def follow(run: Run, name: str) -> tuple[bool, str]:
     lines += [row.line() for row in rows]
     behind = [row for row in compared if row.off > 0]
     if behind:
-        first, worst = behind[0], max(behind, key=lambda row: row.off)
-        place = f"step {first.step} ({first.kind})"
-        end = (
-            f"behind the published track from {place} on, at most by {worst.off:.4f} over the limit"
-        )
+        place = f"step {behind[0].step} ({behind[0].kind})"
+        worst = f"at most by {max(row.off for row in behind):.4f} over the limit"
+        end = f"behind the published track from {place} on, {worst}"
     else:
         ahead = sum(row.off < 0 for row in compared)
-        end = (
-            f"on the published track in all {len(compared)} compared losses, {ahead} of them ahead"
-        )
+        count = f"{len(compared)} compared losses, {ahead} of them ahead"
+        end = f"on the published track in all {count}"
     return not behind, "\n".join([*lines, "", end])
