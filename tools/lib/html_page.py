@@ -373,12 +373,8 @@ def knobs(groups: list[Group]) -> tuple[Table, Table]:
         # A script without a knob counts as one with its default
         if len({found.get(name, start[1]) for found in settings}) > 1:
             differing.append([*start, *values, end])
-        elif name in settings[0]:
-            value = values[0]
-            with contextlib.suppress(train_gpt.UserError):  # the value may be of another version
-                value = str(train_gpt.parse(field, {name: value}))
-            if value != start[1]:
-                alike.append([*start, values[0], end])
+        elif name in settings[0] and values[0] != start[1]:
+            alike.append([*start, values[0], end])
     names = [group.name for group in groups]
     head = ["knob", "default", "value", "meaning"]
     return Table([*head[:2], *names, head[3]], differing), Table(head, alike)
