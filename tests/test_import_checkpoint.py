@@ -176,8 +176,11 @@ class Code:
 @pytest.mark.parametrize(
     "name, value, part",
     [
-        ("x", Code(os.mkdir, "ran"), "it holds more than tensors, posix.mkdir, which was not run"),
-        ("x", Code(bytearray, 1 << 40), "more than tensors, __builtin__.bytearray"),
+        (
+            "x",
+            Code(os.mkdir, "ran"),
+            "it holds more than tensors, which was not run: save the state",
+        ),
         ("x", 5, "'x' is int, not a tensor"),
         ("ve.scale", ONE, "has ve.scale, which is no part of a model"),
         ("skip_gates", torch.ones(2, 32), "has skip_gates, but .* no skip_gate; look at SKIPS"),
@@ -234,7 +237,7 @@ def saved(found, legacy: bool = False, **options) -> bytes:
         (lambda _: (1 << 40).to_bytes(8, "little") + b'{"a": 1}', "SafetensorError"),
         (lambda whole: rezipped(whole, method=8, member="archive/data.pkl"), "compressed"),
         (lambda _: saved([1]), "no state dict, but"),
-        (lambda _: saved({}, pickle_protocol=4), "its pickle is of protocol 4: torch.save it wi"),
+        (lambda _: saved({}, pickle_protocol=4), "it holds more than tensors"),
     ],
 )
 def test_an_odd_file_is_named(tmp_path, damage, part):
