@@ -329,7 +329,7 @@ def test_a_rotated_matrix_is_read_back(two_products, states, tmp_path):
     for form, one in ("rotated", calibration), ("plain", calibration._replace(outputs={})):
         file, predicted = quantise.quantise(model, one, 3400, states=states)
         twin = rounded(model, file, tmp_path / "a.npz", lambda: copy.deepcopy(model))
-        header, _ = quantise.open_file(tmp_path / "a.npz", 3400)
+        header, _ = quantise.parse(file)
         assert header["rotated"] == [form == "rotated", False] and header["version"] == 4
         errors = (model[0].weight - twin[0].weight).detach()
         output = quantise.costs_of_errors(
