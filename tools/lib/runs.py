@@ -201,7 +201,11 @@ def read_run(path: Path) -> Run:
     ends = re.findall(r"^(stopping_early|calibration|gptq): .*train_time: ?([\d.]+)ms", text, re.M)
     seconds += [float(ms) / 1000 for name, ms in ends if name == "stopping_early"]
     with_calibration = [*seconds, *(float(ms) / 1000 for _, ms in ends)]
-    find = functools.partial(_find, text)
+
+    def find(pattern: str) -> str | None:
+        found = re.search(pattern, text, re.M)
+        return found and found[1].strip()
+
     prepared = re.findall(r"^evaluation: .*prepare_time:(\d+)ms", text, re.M)
     digests = re.findall(r"^(?:Serialized model|artifact).* sha256:(\w+)$", text, re.M)
     ours = find(r"^runtime: ranks:(\d+)")
@@ -286,11 +290,6 @@ def _read_lines(path: Path) -> tuple[bytes | None, list[str]]:
         whole.pop()  # of a killed run of ours; other logs may lack the last end of a line
     note_damage(path, len(lines) - len(whole))
     return source, whole
-
-
-def _find(text: str, pattern: str) -> str | None:
-    found = re.search(pattern, text, re.M)
-    return found and found[1].strip()
 
 
 def _int(text: str | None) -> int | None:
