@@ -25,20 +25,12 @@ LEAST_RANGE = {"train": 0.01, "val": 0.0025}
 SAME_RATE = 0.03  # of the peak learning rate; the seconds of two logs are rounded to 6 s
 
 
-def rate_399(step: int, seconds: float) -> float:
-    """Multiplier of the learning rate: a warmdown of 3,000 steps at the average pace."""
-    return min(1.0, (600 - seconds) / (3000 * seconds / step))
-
-
-def rate_1493(step: int, seconds: float) -> float:
-    return min(1.0, (1 - seconds / 588) / 0.72)
-
-
-def rate_2135(step: int, seconds: float) -> float:
-    return min(1.0, max((1 - seconds / 599.5) / 0.85, 0.1))
-
-
-RATES = {"399": rate_399, "1493": rate_1493, "2135": rate_2135}
+RATES = {  # multipliers of the learning rate
+    # A warmdown of 3,000 steps at the average pace
+    "399": lambda step, seconds: min(1.0, (600 - seconds) / (3000 * seconds / step)),
+    "1493": lambda step, seconds: min(1.0, (1 - seconds / 588) / 0.72),
+    "2135": lambda step, seconds: min(1.0, max((1 - seconds / 599.5) / 0.85, 0.1)),
+}
 VAL_TOKENS_399 = 62_021_632  # targets of its validation text
 # What makes our validation loss another one than a record's
 SCORED = {"CANONICAL_MASK": "False", "NGRAM_TILT": "False", "EVAL_MODE": "sliding"}
@@ -72,7 +64,7 @@ def tracks(name: str) -> list[Track]:
         points: dict[str, list[Point]] = {"train": [], "val": []}
         for step, kind, nats, bpb, seconds in seed["curve"]:
             fields = {f"{kind}_loss": nats} | ({} if bpb is None else {"val_bpb": bpb})
-            if step and seconds:
+            if step and seconds is not None:
                 fields["lr_scale"] = RATES[name](step, seconds)
             points[kind].append(Point(step, seconds, fields))
         found.append(Track(**points, settings=settings))
