@@ -207,7 +207,7 @@ BROKEN = {
     "attribution is a number": (fields(attribution=399), "attribution is 399, not a text"),
     "no readme": (remove("README.md"), "no README.md"),
     "no json": (remove("submission.json"), "no submission.json"),
-    "bad json": (edit("submission.json", r"\{", "{,"), "is not JSON"),
+    "bad json": (edit("submission.json", r"\{", "{,"), "submission.json cannot be read: Expecting"),
     "no script": (remove("train_gpt.py"), "no train_gpt.py"),
     "no logs": (lambda at: [log.unlink() for log in at.glob("*.log")], "no log"),
     "unfinished log": (edit("train_seed1.log", r"final_int6_\w+_exact.*\n.*", ""), "did not finish"),
