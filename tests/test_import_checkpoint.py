@@ -10,12 +10,10 @@ import json
 import math
 import os
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 
 import conformance
@@ -130,14 +128,10 @@ def imported(path, record: str, **environ: str) -> train_gpt.GPT:
         ("2135", False, ""),
     ],
 )
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_checkpoint_computes_the_same_loss(tmp_path, record, banked, prefix, suffix):
-    model, path = model_of(record), tmp_path / f"final_model{suffix}"
+def test_a_checkpoint_computes_the_same_loss(tmp_path, record, banked, prefix):
+    model, path = model_of(record), tmp_path / "final_model.pt"
     state = {prefix + name: t for name, t in foreign(record, banked, model).items()}
-    if suffix == ".pt":
-        torch.save(state, path)
-    else:
-        safetensors.torch.save_file({name: t.contiguous() for name, t in state.items()}, path)
+    torch.save(state, path)
     found = imported(path, record)
     assert loss(found) == pytest.approx(loss(model), abs=1e-6)
     for name, weight in weights_of(model).items():
@@ -232,9 +226,8 @@ def saved(found, legacy: bool = False, **options) -> bytes:
         ),
         # torch.load reads it.
         (lambda whole: whole.replace(whole[9000:9008], b"otherbit"), "/data/. is damaged: copy"),
-        (lambda _: b"\xfd7zXZ" + bytes(999), "neither a zip"),
-        (lambda _: saved({}, legacy=True), "neither a zip"),
-        (lambda _: (1 << 40).to_bytes(8, "little") + b'{"a": 1}', "SafetensorError"),
+        (lambda _: b"\xfd7zXZ" + bytes(999), "not a zip"),
+        (lambda _: saved({}, legacy=True), "not a zip"),
         (lambda whole: rezipped(whole, method=8, member="archive/data.pkl"), "compressed"),
         (lambda _: saved([1]), "no state dict, but"),
         (lambda _: saved({}, pickle_protocol=4), "it holds more than tensors"),
@@ -244,13 +237,6 @@ def test_an_odd_file_is_named(tmp_path, damage, part):
     (tmp_path / "a.pt").write_bytes(damage(saved(foreign("399"))))
     with user_error(rf"a\.pt .*{part}"):
         import_checkpoint.rename(str(tmp_path / "a.pt"))
-
-
-def test_a_missing_package_is_no_fault_of_the_file(tmp_path, monkeypatch):
-    safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ImportError):
-        import_checkpoint.rename(str(tmp_path / "a.safetensors"))
 
 
 @pytest.mark.parametrize(

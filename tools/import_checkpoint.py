@@ -8,11 +8,11 @@ A checkpoint of train_gpt.py has its knobs. Its average, if it has one, is expor
 batches after its last step calibrate.
 
 final_model.pt is what #399, #549, #2135 and their relatives write before they round: torch.save of a
-state dict, or the same as a safetensors file. --as is a file of variables with what no tensor shows
-(docs/configurations.md has the list). Set DATA_PATH and TOKENIZER_PATH to its data. It is first
-scored without mask and tilt: compare that with "DIAGNOSTIC post_ema" in its script's log. The
-script's SmearGate and BigramHash look across the start of a document, ours do not, so both losses
-are given. If neither is yours, --as is not what the script computes.
+state dict. --as is a file of variables with what no tensor shows (docs/configurations.md has the
+list). Set DATA_PATH and TOKENIZER_PATH to its data. It is first scored without mask and tilt:
+compare that with "DIAGNOSTIC post_ema" in its script's log. The script's SmearGate and BigramHash
+look across the start of a document, ours do not, so both losses are given. If neither is yours,
+--as is not what the script computes.
 
 Nothing in a checkpoint is executed. Variables of the environment override its knobs. The weights are
 scored in rows of EVAL_SEQ_LEN tokens without overlap; a loss above that of guessing is an error.
@@ -125,16 +125,8 @@ class Adopted(NamedTuple):
 
 def read_file(path: str) -> dict:
     """The contents of a file, of which nothing is executed; tensors are views. Raises UserError."""
-    with open(path, "rb") as file:
-        head = file.read(9)
-    is_safetensors = head[8:] == b"{"
-    if is_safetensors:  # a missing package is no fault of the file
-        from safetensors.torch import load_file
     advice = f"copy it again if it is truncated, else {BEFORE_ROUNDING}"
     with as_user_error(f"{path} cannot be used", advice, Exception):
-        if is_safetensors:
-            return load_file(path)
-        require(head.startswith(b"PK"), "it is neither a zip file of torch.save nor safetensors")
         with zipfile.ZipFile(path) as archive:  # torch.load looks at neither
             stored = {part.compress_type for part in archive.infolist()} == {zipfile.ZIP_STORED}
             require(stored, "its parts are compressed")
@@ -588,7 +580,7 @@ def main() -> None:
     parser = program.parser(__doc__)
     add, most = parser.add_argument, train_gpt.SUBMISSION_CAP - train_gpt.CODE_BYTES
     sizes = lambda text: [program.count(word) for word in text.split(",")]  # noqa: E731
-    add("checkpoint", help="checkpoints/RUN_ID/step_N.npz, or a file of torch.save or safetensors")
+    add("checkpoint", help="checkpoints/RUN_ID/step_N.npz, or a file of torch.save")
     text = "of another script: its knobs"
     add("--as", dest="as_file", default="", metavar="FILE", help=text)
     text = "of the validation text, from its start (default: all)"
