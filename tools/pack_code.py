@@ -8,7 +8,7 @@ The challenge counts the bytes of the script that runs. Run the packed file inst
 and submit it under that name; its size is the code size. Its logs begin with the readable source.
 
 Comments and docstrings are removed first, except the module's docstring, and ast.unparse writes the
-rest, one statement a line. --comments keeps everything, and the file is larger by a third.
+rest, one statement a line.
 """
 
 import ast
@@ -62,10 +62,8 @@ def without_comments(source: bytes) -> bytes:
         result = f"{ast.unparse(program_of(source))}\n".encode()
         same = dump_of(result) == dump_of(source)
     except (SyntaxError, ValueError) as error:
-        raise UserError(
-            f"comments cannot be removed ({error}): correct the script or pack with --comments"
-        ) from error
-    require(same, "without its comments the script would be another program: pack with --comments")
+        raise UserError(f"comments cannot be removed ({error}): correct the script") from error
+    require(same, "without its comments the script would be another program: report this")
     return result
 
 
@@ -124,7 +122,6 @@ def main() -> None:
     parser = program.parser(__doc__)
     add, usual = parser.add_argument, "train_gpt.packed.py"
     add("script", nargs="?", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py")
-    add("--comments", action="store_true", help="keep comments and docstrings")
     add("-o", "--output", type=program.output_file, default=usual, help=f"default: {usual}")
     text = "fail if it is not today's train_gpt.py; write nothing"
     add("--check", action="store_true", help=text)
@@ -135,7 +132,7 @@ def main() -> None:
         if arguments.check:
             again = "run `python tools/pack_code.py -o packed.py`"
             return require(is_current(source), f"it is not today's train_gpt.py: {again}")
-        packed = pack(source if arguments.comments else without_comments(source))
+        packed = pack(without_comments(source))
     except OSError as error:
         raise UserError(f"cannot read {arguments.script}: {error.strerror}") from error
     except ValueError as error:
