@@ -214,7 +214,7 @@ def test_runs_that_did_not_finish(copied, tmp_path):
     last = runs.read_run(first).val[-1]
     end = f"{last.fields['val_bpb']:.4f} bits per byte at step 12."
     assert re.search(rf"Last validation: \S+ {re.escape(end)}", found.text)
-    assert found.row(first.stem)[0] == "–" and named(figures_of(first)[0], panel=3)
+    assert found.row(first.stem)[4] == "–" and named(figures_of(first)[0], panel=3)
     empty = written(tmp_path, "started\n", "empty.txt")
     other = written(tmp_path, "started\n", "empty2.txt")
     found = written_page(tmp_path, first, second, empty, other)

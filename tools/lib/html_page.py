@@ -25,17 +25,6 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-HEADINGS = {  # of runs.COLUMNS, the score first
-    "score": "score, bpb",
-    "before": "before export, bpb",
-    "after": "after export, bpb",
-    "bytes": "submission, bytes",
-    "steps": "steps",
-    "ms/step": "ms per step",
-    "train s": "training and calibration, s",
-    "eval s": "final evaluation, s",
-}
-COLUMNS = sorted(runs.COLUMNS, key=lambda column: list(HEADINGS).index(column[0]))
 PANELS = (  # title, unit, format, field of a point
     ("Training loss", "nats per token", ".4f", "train_loss"),
     ("Validation score", "bits per byte", ".4f", "val_bpb"),
@@ -363,7 +352,7 @@ def contents(texts: list[str], record: str | None) -> dict:
     rows = []
     for group in groups:  # each run, then mean and standard deviation
         names = [run.path.stem for run in group.members]
-        rows += runs.rows(group.members, names, COLUMNS, unknown="–")
+        rows += runs.rows(group.members, names, unknown="–")
     warned = {group.name: runs.uneven_steps(group.members) for group in groups}
     notes += [f"{name}: {warning}." for name, warning in warned.items() if warning]
     if record:
@@ -375,7 +364,7 @@ def contents(texts: list[str], record: str | None) -> dict:
         "headline": headline(groups, table),
         "significance": table,
         "sentences": sentences,
-        "runs": Table(["run", *HEADINGS.values()], rows),
+        "runs": Table(["run", *(title for title, *_ in runs.COLUMNS)], rows),
         "record": record,
         "figures": {
             "Curves": curves(groups, record),
