@@ -336,7 +336,7 @@ def test_a_run_with_the_tilt_says_that_it_counts_n_grams(made):
 
 def test_what_the_logs_do_not_show_is_left_to_the_author(made):
     """Whether a changed script has SLOT, for example. It said that it has not."""
-    source = (ROOT / "train_gpt.py").read_bytes() + b"# changed\n"
+    source = (ROOT / "train_gpt.py").read_bytes() + b"changed = 1\n"
     folder = made(change=counted(len(source), source))
     path = folder / "submission.json"
     given = json.loads(path.read_text())

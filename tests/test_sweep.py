@@ -73,7 +73,7 @@ def test_sweep_refuses_a_log_of_another_experiment(copied, sweep_knobs):
     assert f"set another RUN_ID, or move its files away: {files}\n" in result.stderr
     assert "another configuration (ITERATIONS=12, now 10)" in result.stderr
     changed = logs_of(copied)[0]
-    changed.write_text("# changed\n" + changed.read_text())
+    changed.write_text("changed = 1\n" + changed.read_text())
     assert_mistake(SWEEP, copied, "another train_gpt.py", **knobs)
 
 

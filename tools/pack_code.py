@@ -110,7 +110,7 @@ def readable_source(blob: bytes) -> bytes:
 
 
 def is_current(source: bytes | None) -> bool:
-    """Whether `source` is of this repository's train_gpt.py, as it is or packed."""
+    """Whether `source` is of the program of train_gpt.py, whatever its comments."""
     current = readable_source((ROOT / "train_gpt.py").read_bytes())
     try:  # not the bytes: another version of Python writes the same program otherwise
         return source is not None and dump_of(source) == dump_of(current)
