@@ -63,8 +63,7 @@ class Table(NamedTuple):
 # ---- Logs ----------------------------------------------------------------------------------------
 def read_groups(texts: list[str]) -> tuple[list[Group], list[str]]:
     """(the groups of all logs, notes on logs that are left out). Evaluations of artifacts are, beside
-    trainings. A .jsonl stands for the text log
-    beside it. Raises UserError if no log has a step."""
+    trainings. A .jsonl stands for the text log beside it. Raises UserError if no log has a step."""
     members, note = runs.read_logs([re.sub(r"\.jsonl$", ".txt", text) for text in texts])
     notes = [f"{note}."] if note else []
     trained = [run for run in members if not run.settings.get("EVAL_ONLY")]
