@@ -167,7 +167,7 @@ def test_a_sweep_whose_script_is_edited_ends_with_its_table(
     log = logs_of(copied)[1]
     text = log.read_text()
     log.write_text("")
-    monkeypatch.setattr(sweep, "execute", lambda *_: log.write_text(f"# edited\n{text}") and "")
+    monkeypatch.setattr(sweep, "execute", lambda *_: log.write_text(f"edited = 1\n{text}") and "")
     with user_error("another train_gpt.py"):
         sweep.sweep(["train"])
     said = capsys.readouterr().out
