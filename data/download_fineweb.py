@@ -51,12 +51,12 @@ class Wanted(NamedTuple):
     sha256: str = ""  # of large files
     git_sha1: str = ""  # of all files: SHA-1 of "blob <size>\0" and the content
 
-    def is_there(self, seen=lambda count: None) -> bool:
+    def is_there(self) -> bool:
         """Whether the local file has this size and checksum."""
         if not self.local.is_file() or self.local.stat().st_size != self.size:
             return False
         if self.sha256:
-            return shards.file_sha256(self.local, seen) == self.sha256
+            return shards.file_sha256(self.local) == self.sha256
         blob = f"blob {self.size}\0".encode() + self.local.read_bytes()
         return hashlib.sha1(blob).hexdigest() == self.git_sha1
 
@@ -91,14 +91,10 @@ class Hub:
 
     def fetch(self, paths: list[str], again: bool = False) -> list[Path]:
         """Download files into the client's cache, several at once. `again` replaces cached files."""
-        from tqdm.contrib.concurrent import thread_map  # the client brings it
-
-        def fetched(path: str) -> Path:
-            get = self.client.hf_hub_download
-            return Path(get(filename=path, force_download=again, **self.here))
-
+        get = self.client.snapshot_download
         with self.failing():
-            return thread_map(fetched, paths, max_workers=8, desc="files", disable=len(paths) < 2)
+            folder = get(allow_patterns=paths, force_download=again, **self.here)
+        return [Path(folder, path) for path in paths]
 
 
 def dataset_name(variant: str) -> str:
@@ -127,10 +123,9 @@ def plan(hub: Hub, variant: str, train_shards: int, target: Path, documents: boo
     (manifest,) = hub.fetch([f"{hub.folder}/manifest.json"])
     own = sorted(path.removeprefix(f"{hub.folder}/") for path in tree)
     own = [path for path in own if path.startswith(f"{name}/fineweb_")]
-    other = REPOSITORIES.get(variant, hub.repository)
-    advice = f"set MATCHED_FINEWEB_REPO_ID={other}, which has it"
-    if other == hub.repository:
-        advice = f"set --variant to one of {', '.join(REPOSITORIES)}"
+    advice = f"set --variant to one of {', '.join(REPOSITORIES)}"
+    if REPOSITORIES.get(variant, hub.repository) != hub.repository:
+        advice = f"set MATCHED_FINEWEB_REPO_ID={REPOSITORIES[variant]}, which has it"
     require(own, f"{hub.repository} has no variant {variant}: {advice}")
     train = [path for path in own if "_train_" in path]
     few = f"{hub.repository} has {len(train)} training shards of {variant}, not {train_shards}"
@@ -165,10 +160,8 @@ def not_there(files: Iterable[Wanted]) -> list[Wanted]:
     """The files that are missing or differ from the hub's. Shows a progress bar while it reads."""
     from tqdm import tqdm
 
-    present = sum(file.size for file in files if file.local.is_file())
-    options = {"total": present, "unit": "B", "unit_scale": True, "desc": "verifying"}
-    with tqdm(**options, disable=None if present else True) as bar:
-        return [file for file in files if not file.is_there(bar.update)]
+    bar = tqdm(files, "verifying", unit="file", disable=None)
+    return [file for file in bar if not file.is_there()]
 
 
 def have(files: list[Wanted], hub: Hub) -> int:
@@ -220,7 +213,6 @@ def check(folder: Path) -> str:
         path = folder / entry["path"]
         if not path.is_file() or shards.file_sha256(path) != entry["sha256"]:
             wrong.append(f"{path} is missing or is not the tokenizer of the shards")
-    wrong += shards.strangers(folder, manifest, (path.name for path in folder.glob("*.bin")))
     require(not wrong, f"{'; '.join(wrong)}: {advice} again")
     return f"checksums are right: {len(manifest['files'])} shards in {folder}"
 

@@ -105,7 +105,7 @@ def test_check_needs_no_network_and_finds_damage(download, hub, tmp_path):
     assert "000009.bin is not in manifest.json" in download("--check", status=1).stderr
     (shard.parent / "fineweb_train_000009.bin").unlink()
     shard.unlink()
-    assert "cannot read shard" in download("--check", status=1).stderr
+    assert "is in manifest.json but does not exist" in download("--check", status=1).stderr
 
 
 def test_a_stale_manifest_is_refreshed(download, hub, published, tmp_path):

@@ -89,7 +89,8 @@ def model(request, tmp_path_factory) -> Path:
 def test_all_tokens_of_the_right_tokenizer_come_back(model):
     """Wherever the validation text begins."""
     records = [Record("", text) for text in DOCUMENTS]
-    tokens = tokenize_text.Encoder(str(model), Reading(strip=True)).encode(records).tokens
+    documents = tokenize_text.Encoder(str(model), Reading(strip=True)).encode(records).documents
+    tokens = np.concatenate([document.tokens for document in documents])
     for begin in (0, 7, 777, 1003):
         assert train_gpt.reencoded(tokens[begin:], str(model))[0] == 1
 
@@ -104,10 +105,12 @@ def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, requ
         with user_error("but the evaluator would count"):
             encoder.encode([Record(name, text)])
         return
-    tokens, nbytes, (document,), _ = encoder.encode([Record(name, text)])
+    (document,), _ = encoder.encode([Record(name, text)])
+    tokens, nbytes = document.tokens, document.nbytes
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
     counter = caseops.ByteCounter(str(model), pieces.vocab_size())
-    decoded = inspect_shards.text_of(pieces, counter, tokens[1:])
+    coder = caseops.Tokenizer(str(model), pieces.vocab_size())
+    decoded = coder.decode(tokens[1:].tolist())
     assert tokens[0] == BOS
     assert counter.count(tokens).sum() == len(decoded.encode()) == document.size
     assert (nbytes is not None) == counter.caseops
@@ -383,10 +386,10 @@ def build_of(files, out, options, force=False):
 
 
 def decoded(folder: Path, split: str) -> list[str]:
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    counter = caseops.ByteCounter(str(folder / "tokenizer.model"), pieces.vocab_size())
+    pieces = shards.load_tokenizer(folder / "tokenizer.model")
+    coder = caseops.Tokenizer(str(folder / "tokenizer.model"), pieces.vocab_size())
     documents = inspect_shards.SplitReport(folder, split).documents()
-    return [inspect_shards.text_of(pieces, counter, tokens) for tokens in documents]
+    return [coder.decode(tokens.tolist()) for tokens in documents]
 
 
 @pytest.mark.parametrize("caseops", [False, True])
