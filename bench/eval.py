@@ -21,7 +21,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 
-def loop_399(forward: Callable, val: SimpleNamespace, hp, rows: int) -> float:
+def loop_399(forward: Callable, val: train_gpt.Validation, hp, rows: int) -> float:
     """Mean nats per target by #399's loop, with `rows` windows per batch."""
     window, stride, device = hp.eval_seq_len, hp.eval_stride, val.tokens.device
     starts = [0, *range(stride, val.targets - window + 1, stride)]
@@ -55,20 +55,13 @@ def loop_399(forward: Callable, val: SimpleNamespace, hp, rows: int) -> float:
     return total / count
 
 
-def random_text(windows: int, hp, runtime) -> SimpleNamespace:
-    """Random tokens for this many sliding windows, 0: for 8 batches, with the attributes of a
-    Validation. Every version of the script gets the same."""
+def random_text(script: ModuleType, windows: int, hp, runtime):
+    """A Validation of random tokens for this many sliding windows; 0: for 8 batches. All versions of
+    the script get the same."""
     windows = windows or 8 * train_gpt.eval_rows(hp, runtime, hp.eval_seq_len)
     targets = hp.eval_seq_len + (windows - 1) * hp.eval_stride
-    tokens = np.random.default_rng(0).integers(2, hp.vocab_size, targets + 1, dtype=np.int32)
-    return SimpleNamespace(
-        tokens=torch.from_numpy(tokens).to(runtime.device),
-        targets=targets,
-        nbytes=torch.ones(targets, dtype=torch.int16, device=runtime.device),
-        total_bytes=targets,
-        refused=None,
-        hints=None,
-    )
+    tokens = np.random.default_rng(0).integers(2, hp.vocab_size, targets + 1)
+    return script.Validation(tokens, np.ones(targets), runtime.device)
 
 
 def random_model(script: ModuleType, hp, runtime) -> Callable:
@@ -92,7 +85,8 @@ def compare_modes(windows: int, rounds: int) -> None:
     peak."""
     hp = train_gpt.Hyperparameters.from_env(knobs() | {"EVAL_MODE": "banded"})
     with train_gpt.Runtime.start(hp) as runtime:
-        val, model = random_text(windows, hp, runtime), random_model(train_gpt, hp, runtime)
+        val = random_text(train_gpt, windows, hp, runtime)
+        model = random_model(train_gpt, hp, runtime)
         rows = train_gpt.eval_rows(hp, runtime, hp.eval_seq_len)
         ours = {"plain": hp.eval_seq_len, "sliding": hp.eval_stride, "banded": 0}  # strides
         variants = {"sliding, #399": lambda: loop_399(model, val, hp, rows)}
@@ -120,8 +114,8 @@ def compare_scripts(other: Path, windows: int, rounds: int) -> None:
     nats = []
 
     def prepare(script, hp, runtime):
-        arguments = random_model(script, hp, runtime), random_text(windows, hp, runtime), hp
-        evaluate = functools.partial(loss, script, *arguments, runtime, hp.eval_stride)
+        model, val = random_model(script, hp, runtime), random_text(script, windows, hp, runtime)
+        evaluate = functools.partial(loss, script, model, val, hp, runtime, hp.eval_stride)
         nats.append(evaluate())  # compiles
         return evaluate
 

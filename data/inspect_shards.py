@@ -45,10 +45,6 @@ class SplitReport:
                 rest, number = part[1:], 1
         yield rest
 
-    def repeated(self) -> int:
-        """Number of documents that repeat another one of the split."""
-        return len(self.hashes) - len(np.unique(self.hashes))
-
 
 def document_hash(tokens: np.ndarray) -> int:
     """A 64-bit hash. 10 million documents collide with a probability of 3 in a million."""
@@ -132,7 +128,8 @@ def describe(report: SplitReport, counter: caseops.ByteCounter | None) -> str:
             nbytes += int(counter.count(np.insert(shard, 0, last)).sum())
             last = int(shard[-1])
         line += f", {nbytes:,} bytes ({nbytes / tokens:.3f} per token)"
-    return f"{line}, {report.repeated():,} documents repeated"
+    repeated = documents - len(np.unique(report.hashes))
+    return f"{line}, {repeated:,} documents repeated"
 
 
 def show_samples(report: SplitReport, coder: caseops.Tokenizer, samples: int) -> None:

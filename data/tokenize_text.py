@@ -20,7 +20,6 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
-import inspect
 import io
 import itertools
 import json
@@ -125,7 +124,7 @@ def suffix_of(path: Path) -> str:
 
 def records(path: Path, reading: Reading) -> Iterator[Record]:
     """The documents of one file, in order."""
-    try:
+    with train_gpt.as_user_error(f"cannot read {path}", "check the file", OSError):
         if suffix_of(path) == ".parquet":
             yield from _parquet(path, reading.field)
             return
@@ -140,8 +139,6 @@ def records(path: Path, reading: Reading) -> Iterator[Record]:
                 yield Record(str(path), file.read())
             else:
                 yield from _parts(path, file, reading.separator.encode())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _parts(path: Path, file: io.BufferedReader, separator: bytes) -> Iterator[Record]:
@@ -157,29 +154,28 @@ def _parts(path: Path, file: io.BufferedReader, separator: bytes) -> Iterator[Re
 
 
 def _parquet(path: Path, field: str) -> Iterator[Record]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise UserError(f"{path} needs pyarrow: pip install -r requirements-dev.txt") from error
-    try:
-        with parquet.ParquetFile(path) as table:
-            names = table.schema_arrow.names
-            advice = f"set --field to one of {', '.join(names)}"
-            require(field in names, f"{path} has no column {field!r}: {advice}")
-            batches = table.iter_batches(columns=[field], batch_size=256)
-            values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
-            for number, value in enumerate(values, 1):
-                where, fault = f"{path}, row {number}", ""
-                try:
-                    text = value.as_py()  # str, or the bytes of a column without a type of text
-                except UnicodeError as error:
-                    text, fault = "", f"{where} is not UTF-8 text ({error.reason}): convert it"
-                if not isinstance(text, str | bytes):
-                    kind = type(text).__name__
-                    fault = f"{where}: column {field!r} holds {kind}, not text: set --field"
-                yield Record(where, "" if fault else text, fault=fault)
-    except ArrowException as error:
-        raise UserError(f"{path} is not a readable parquet file: {error}") from error
+    from pyarrow import ArrowException, parquet
+
+    unreadable = f"{path} is not a readable parquet file"
+    with (
+        train_gpt.as_user_error(unreadable, "give another one", ArrowException),
+        parquet.ParquetFile(path) as table,
+    ):
+        names = table.schema_arrow.names
+        advice = f"set --field to one of {', '.join(names)}"
+        require(field in names, f"{path} has no column {field!r}: {advice}")
+        batches = table.iter_batches(columns=[field], batch_size=256)
+        values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
+        for number, value in enumerate(values, 1):
+            where, fault = f"{path}, row {number}", ""
+            try:
+                text = value.as_py()  # str, or the bytes of a column without a type of text
+            except UnicodeError as error:
+                text, fault = "", f"{where} is not UTF-8 text ({error.reason}): convert it"
+            if not isinstance(text, str | bytes):
+                kind = type(text).__name__
+                fault = f"{where}: column {field!r} holds {kind}, not text: set --field"
+            yield Record(where, "" if fault else text, fault=fault)
 
 
 def text_of(record: Record, reading: Reading) -> str:
@@ -274,12 +270,11 @@ class Encoder:
         operators = self.counter.caseops
         normalised = [self._plain(text) for text in texts]
         sources = [caseops.encode(text) for text in normalised] if operators else texts
-        encoded = self.pieces.encode(sources, return_type="numpy")
-        documents = []
+        encoded, documents = self.pieces.encode(sources), []
         for where, raw, text, source, ids in zip(
             places, texts, normalised, sources, encoded, strict=True
         ):
-            tokens = np.insert(ids, 0, BOS).astype(np.uint16)
+            tokens = np.array([BOS, *ids], dtype=np.uint16)
             nbytes = np.insert(self.counter.count(tokens), 0, 0)
             charged, size = int(nbytes.sum()), len(text.encode())
             require(
@@ -404,15 +399,13 @@ def require_allowed(sentence: str, bad: int, skip_bad: int) -> None:
 
 def nothing_left(split: str, documents: int) -> UserError:
     """The error that all documents are in the other split."""
-    if not documents:
-        left = "no document was left for train and val"
-        return UserError(f"{left}: the files are empty, give other ones")
-    change, way = f"set --val-docs below {documents} or", "lower"
-    if split == "val":
-        change, way = "set --val-docs or", "higher"
     left = f"no document was left for {split}, as all {documents} are in the other split"
-    advice = "give more text, or use --separator to split it into documents"
-    return UserError(f"{left}: {change} a {way} --val-fraction, {advice}")
+    change = "set --val-docs or a higher --val-fraction"
+    if split == "train":
+        change = f"set --val-docs below {documents} or a lower --val-fraction"
+    if not documents:
+        return UserError("no document was left: the files are empty, give other ones")
+    return UserError(f"{left}: {change}, give more text, or use --separator to split it")
 
 
 def train_tokenizer(
@@ -436,7 +429,8 @@ def train_tokenizer(
         seen += count
     runs = re.compile(f"[ {re.escape(''.join(alphabet))}]{{1,16000}}")
     model = io.BytesIO()
-    try:
+    failed = f"a tokenizer of {vocab_size} pieces cannot be trained on this text"
+    with train_gpt.as_user_error(failed, "give more text or a smaller --vocab-size", RuntimeError):
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=(run for text in texts for run in runs.findall(text)),
             model_writer=model,
@@ -457,10 +451,6 @@ def train_tokenizer(
             minloglevel=2,
             **normaliser_options(rule, prefix=not operators),
         )
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        failed = f"a tokenizer of {vocab_size} pieces cannot be trained on this text"
-        raise UserError(f"{failed}: {reason}") from error
     return model.getvalue()
 
 
@@ -593,9 +583,6 @@ def build(
     """Make tokenizer.model, shards and manifest.json in the empty `folder` from the documents of
     `files`. `progress` wraps the iterator of chunks; `made_by` is the manifest's entry on the origin
     of the data (default: the options that determine the documents). Raises UserError."""
-    encode = inspect.signature(sentencepiece.SentencePieceProcessor.encode)
-    too_old = f"sentencepiece {sentencepiece.__version__} is too old: pip install -U sentencepiece"
-    require("return_type" in encode.parameters, too_old)
     side = {"val_docs": options.val_docs, "val_fraction": options.val_fraction}
     model = folder / "tokenizer.model"
     if options.tokenizer:
@@ -695,8 +682,6 @@ def spooled(inputs: list[str], stdin_format: str, folder: Path) -> Iterator[list
 def main() -> None:
     arguments = parse_arguments()
     out = arguments.out
-    if arguments.tokenizer and not arguments.tokenizer.is_file():
-        sys.exit(f"error: --tokenizer {arguments.tokenizer} is not a file")
     options = Options(**{name: getattr(arguments, name) for name in Options._fields})
     reading = Reading(arguments.field, arguments.separator.replace("\\n", "\n"), arguments.strip)
     with (
@@ -708,8 +693,8 @@ def main() -> None:
         tally = build(files, folder, options, reading, progress=progress_bar(files))
     print(*tally.lines(), sep="\n")
     vocab_size = shards.read_manifest(out)["tokenizer"]["vocab_size"]
-    data, model = (shlex.quote(str(path)) for path in (out, out / "tokenizer.model"))
-    start = "./run.sh" if Path.cwd() == ROOT else shlex.quote(str(ROOT / "run.sh"))
+    places = out, out / "tokenizer.model", ROOT / "run.sh"
+    data, model, start = (shlex.quote(str(path)) for path in places)
     print(f"train on it: DATA_PATH={data} TOKENIZER_PATH={model} VOCAB_SIZE={vocab_size} {start}")
 
 
