@@ -308,25 +308,36 @@ def ways(calibration: quantise.Calibration) -> Iterator[tuple[str, Callable]]:
 
 
 @torch.no_grad()
+def judge_sets(
+    model: nn.Module, logits: Callable, batches: list[Tensor], sets: list[dict[str, Tensor]]
+) -> list[dict[str, float]]:
+    """`lost` and `kl` of each of these sets of parameters in place of the model's."""
+    sums, count = torch.zeros(len(sets), 2, dtype=torch.float64), 0
+    for rows in quantise.bar(batches, "judging"):
+
+        def log_odds(parameters, rows=rows):
+            def replaced(ids):
+                return functional_call(model, parameters, (ids,))
+
+            return logits(replaced, rows).log_softmax(dim=-1)
+
+        plain = log_odds({})
+        targets = rows[:, -plain.size(1) :, None]
+        count += targets.numel()
+        for parameters, total in zip(sets, sums, strict=True):
+            away = plain - log_odds(parameters)
+            total[0] += away.gather(2, targets).double().sum()
+            total[1] += away.mul_(plain.exp()).sum(dim=-1).double().sum()
+    return [{"lost": lost, "kl": kl} for lost, kl in (sums / count).tolist()]
+
+
 def judge(subject: Subject, rounded: dict[str, Tensor]) -> dict[str, float]:
     """`lost` and `kl` of these parameters in place of the model's."""
     before = dict(subject.model.named_parameters())
-    mirrored = {name: 2 * before[name] - tensor for name, tensor in rounded.items()}
-    lost = kl = count = 0
-    for rows in subject.held_out:
-
-        def log_odds(parameters, rows=rows):
-            def model(ids):
-                return functional_call(subject.model, parameters, (ids,))
-
-            return subject.logits(model, rows).log_softmax(dim=-1)
-
-        plain, there, back = map(log_odds, ({}, rounded, mirrored))
-        targets = rows[:, -plain.size(1) :, None]
-        lost += float((plain - (there + back) / 2).gather(2, targets).double().sum())
-        kl += float((plain.exp() * (plain - there)).double().sum())
-        count += targets.numel()
-    return {"lost": lost / count, "kl": kl / count}
+    mirrored = {name: 2 * before[name].detach() - tensor for name, tensor in rounded.items()}
+    arguments = subject.model, subject.logits, subject.held_out
+    there, back = judge_sets(*arguments, [rounded, mirrored])
+    return {"lost": (there["lost"] + back["lost"]) / 2, "kl": there["kl"]}
 
 
 @torch.no_grad()

@@ -41,7 +41,6 @@ from common import finish
 # isort: split
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 LENGTH, ROWS = 128, {"train": 512, "val": 256}
 PLAIN = {  # (function, bits, weights of a group)
@@ -125,38 +124,26 @@ def ways(
                 yield f"{name}, {few} bits", by_matrix(plain, function, few, group)
 
 
-@torch.no_grad()
 def judge(
-    model: nn.Module, batches: list[Tensor], last: list[Tensor], tensors: list[dict[str, Tensor]]
+    model: nn.Module, batches: list[Tensor], sets: list[dict[str, Tensor]]
 ) -> list[dict[str, float]]:
-    """`lost` and `kl` of each of some sets of parameters in place of the model's. `last` is what the
-    model's head reads of each batch (B, T + 1)."""
-    sums = [[0.0, 0.0] for _ in tensors]
-    for rows, hidden in quantise.bar(list(zip(batches, last, strict=True)), "judging"):
-        plain = model.get_output_embeddings()(hidden).log_softmax(dim=-1)
-        for one, total in zip(tensors, sums, strict=True):
-            there = functional_call(model, one, (rows[:, :-1],)).logits.log_softmax(dim=-1)
-            away = plain - there
-            total[0] += float(away.gather(2, rows[:, 1:, None]).double().sum())
-            total[1] += float(away.mul_(plain.exp()).sum(dim=-1).double().sum())
-    count = sum(rows[:, 1:].numel() for rows in batches)
-    return [{"lost": lost / count, "kl": kl / count} for lost, kl in sums]
+    """`lost` and `kl` of each of these sets of parameters in place of the model's."""
+    _, logits = quantisers.MODELS["llama"]
+    return quantisers.judge_sets(model, logits, batches, sets)
 
 
-@torch.no_grad()
 def compare(model: nn.Module, calibration, batches: list[Tensor], *chosen) -> list[dict]:
     """Print and return two rows for each of the chosen `ways`: all matrices, and without tables."""
     matrices, result = quantise.matrices_of(model), []
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     tables = {end.weight for end in ends}  # one if they are tied
-    last = [model.base_model(rows[:, :-1]).last_hidden_state for rows in batches]
     for way, function in ways(model, calibration, *chosen):
         began, rounded = time.perf_counter(), function()
         seconds = time.perf_counter() - began
         layers = [name for name in rounded.tensors if matrices[name].parameter not in tables]
         sets = {"all": list(rounded.tensors), "no tables": layers}
         parts = [{name: rounded.tensors[name] for name in part} for part in sets.values()]
-        judged = judge(model, batches, last, parts)
+        judged = judge(model, batches, parts)
         for (what, part), found in zip(sets.items(), judged, strict=True):
             size = sum(rounded.sizes[name] for name in part)
             row = {"way": way, "what": what, "seconds": round(seconds)}

@@ -332,10 +332,11 @@ def check(rounds: int) -> list[dict]:
 def main() -> None:
     parser = program.parser(__doc__)
     add = parser.add_argument
-    add("--network", type=program.positive, default=40, help="GB/s per GPU between nodes: 40")
-    add("--latency", type=program.positive, default=20, help="us per hop between nodes: 20")
-    text = "ms of a forward and backward of 98,304 tokens: 72.3"
-    add("--passes", type=program.positive, default=72.3, help=text)
+    positive, usual = program.positive, "(default: %(default)s)"
+    add("--network", type=positive, default=40, help=f"GB/s per GPU between nodes {usual}")
+    add("--latency", type=positive, default=20, help=f"us per hop between nodes {usual}")
+    text = f"ms of a forward and backward of 98,304 tokens {usual}"
+    add("--passes", type=positive, default=72.3, help=text)
     add("--plot", type=image_file, help="draw both curves to this file")
     add("--check", action="store_true", help="run 1, 2 and 4 gloo ranks here and compare")
     add("--rounds", type=program.count, default=9)
