@@ -28,7 +28,6 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 import program
 import train_gpt
 from common import Table, compare, finish, knobs, print_machine, take_turns
-from flops import peak_flops, window_flops
 
 # isort: split
 import numpy as np
@@ -81,8 +80,7 @@ def loss(script: ModuleType, model: Callable, val, hp, runtime, stride: int) -> 
 
 
 def compare_modes(windows: int, rounds: int) -> None:
-    """Time all modes and print the table. `speed` is in those of #399's loop, `mfu` the share of the
-    peak."""
+    """Time all modes and print the table. `speed` is in those of #399's loop."""
     hp = train_gpt.Hyperparameters.from_env(knobs() | {"EVAL_MODE": "banded"})
     with train_gpt.Runtime.start(hp) as runtime:
         val = random_text(train_gpt, windows, hp, runtime)
@@ -95,16 +93,12 @@ def compare_modes(windows: int, rounds: int) -> None:
         nats = {name: variant() for name, variant in variants.items()}  # compiles
         times = take_turns(variants, rounds, runtime.synchronize, warm=0)
         print_machine(runtime, window=hp.eval_seq_len, stride=hp.eval_stride, rounds=rounds)
-    peak = peak_flops(runtime.device)
-    forms = {"ms": "10.1f", "targets/s": "11.0f", "GFLOP/s": "10.0f"}
-    forms |= {"speed": "8.3f", "nats": "11.6f"} | ({"mfu": "8.3f"} if peak else {})
+    forms = {"ms": "10.1f", "targets/s": "11.0f", "speed": "8.3f", "nats": "11.6f"}
     table = Table(f"{val.targets} targets", **forms)
     for name, own in times.items():
         seconds = statistics.median(own)
-        rate = operations(name, hp, val.targets) / seconds
         speed = statistics.median(a / b for a, b in zip(times["sliding, #399"], own, strict=True))
-        found = {"ms": 1000 * seconds, "targets/s": val.targets / seconds, "GFLOP/s": rate / 1e9}
-        found |= {"mfu": rate / peak} if peak else {}
+        found = {"ms": 1000 * seconds, "targets/s": val.targets / seconds}
         table.row(name, **found, speed=speed, nats=nats[name])
     finish("eval", targets=val.targets, rows=table.rows)
 
@@ -123,21 +117,6 @@ def compare_scripts(other: Path, windows: int, rounds: int) -> None:
     print("  nats: " + ", ".join(f"{value:.9f}" for value in nats))
     rows = [row | {"nats": value} for row, value in zip(rows, nats, strict=True)]
     finish("eval", rounds=rounds, against=rows)
-
-
-def operations(mode: str, hp: train_gpt.Hyperparameters, targets: int) -> float:
-    """Forward operations of one row of the table."""
-    only_read, stride, band = hp.eval_seq_len - hp.eval_stride, hp.eval_stride, 0
-    if mode == "plain":
-        only_read, stride = 0, hp.eval_seq_len
-    elif mode == "banded":
-        (only_read, stride), band = train_gpt.band_block(hp), hp.eval_seq_len
-    windows = train_gpt.plan_windows(np.array([[0, targets]]), only_read + stride, stride)
-    total = 0.0
-    for start, scored, stop in windows.T.tolist():
-        first = start if mode == "sliding, #399" else scored  # of the head
-        total += window_flops(hp, stop - start, stop - first, band)
-    return total
 
 
 def main() -> None:

@@ -48,22 +48,17 @@ def peak_flops(device: torch.device) -> float | None:
     return of_gpu(name, PEAK_FLOPS)
 
 
-def attended(hp: Hyperparameters, positions: int, band: int = 0) -> int:
-    """Pairs of a position and one that it sees, in all visits of layers, in a window of `positions`
-    that see all before them or, with a `band`, so many including themselves."""
-    most = [min(positions, hp.reach(layer, band or positions)) for layer in hp.layer_order()]
+def attended(hp: Hyperparameters, positions: int) -> int:
+    """Pairs of a position and one that it sees, in all visits of layers, of a sequence."""
+    most = [min(positions, hp.reach(layer, positions)) for layer in hp.layer_order()]
     return sum(full * (full + 1) // 2 + (positions - full) * full for full in most)
 
 
 def flops_per_token(hp: Hyperparameters, length: int) -> float:
-    """Forward and backward operations per token; backward costs twice the forward."""
-    return 3 * window_flops(hp, length, length) / length
-
-
-def window_flops(hp: Hyperparameters, positions: int, scored: int, band: int = 0) -> float:
-    """Forward operations of a window; the head computes `scored`; `band` as for `attended`."""
+    """Forward and backward operations per token of sequences of this length; backward costs twice
+    the forward."""
     layer = sum(math.prod(kind.shape(hp)) for kind in train_gpt.MATRICES)
     bigram = hp.model_dim * hp.bigram_dim if hp.bigram_vocab_size else 0
-    matrices = len(hp.layer_order()) * layer + bigram
-    attention = 2 * hp.model_dim * attended(hp, positions, band)
-    return 2 * (positions * matrices + attention + scored * hp.vocab_size * hp.model_dim)
+    matrices = len(hp.layer_order()) * layer + bigram + hp.vocab_size * hp.model_dim
+    attention = 2 * hp.model_dim * attended(hp, length) / length
+    return 3 * 2 * (matrices + attention)

@@ -86,7 +86,9 @@ def ours(model: nn.Module, calibration: quantise.Calibration, bits: float) -> Ro
     progress = functools.partial(quantise.bar, name=f"rounding to {bits:g} bits")
     file, expected = quantise.quantise(model, calibration, bits * count / 8, progress=progress)
     header, arrays = quantise.parse(file)
-    tensors, matrices, sizes = quantise.read(model, header, arrays), quantise.matrices_of(model), {}
+    tensors = quantise.read(model, header, arrays)
+    matrices = quantise.matrices_of(model)
+    sizes = {}
     groups = zip(header["groups"], header["rotated"], header["code_bytes"], strict=True)
     for group, rotated, size in groups:
         steps = 1 if rotated else len(matrices[group[0]].rows(tensors[group[0]]))

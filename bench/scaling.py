@@ -170,12 +170,14 @@ def sequences(hp: Hyperparameters, ranks: int) -> int:
 
 def curves(machine: Machine) -> dict[str, list[dict]]:
     """The rows of both curves: weak scaling, and a batch of a fixed size."""
-    hp, found = Hyperparameters(), {"weak": [], "fixed": []}
+    hp = Hyperparameters()
     batch = hp.train_batch_tokens
+    found: dict[str, list[dict]] = {"weak": [], "fixed": []}
     alone = count(hp, 1, 1)
     for ranks in sorted({*WORLDS, batch // hp.train_seq_len}):  # at most a sequence each
         steps = {way: count(hp, ranks, shard_ranks(ranks)) for way, shard_ranks in WAYS.items()}
-        weak, fixed = SHARE * (ranks in WORLDS), sequences(hp, ranks) * hp.train_seq_len
+        weak = SHARE * (ranks in WORLDS)
+        fixed = sequences(hp, ranks) * hp.train_seq_len
         for kind, tokens, whole in (("weak", weak, SHARE), ("fixed", fixed, batch)):
             if tokens:
                 rates = {way: sum_up(steps[way], alone, machine, tokens, whole) for way in WAYS}
@@ -185,7 +187,8 @@ def curves(machine: Machine) -> dict[str, list[dict]]:
 
 def sum_up(step: Step, alone: Step, machine: Machine, tokens: int, batch: int) -> dict[str, float]:
     """A step in figures. `speed` is a rank's, relative to one that takes all of `batch` alone."""
-    parts, single = step.modelled(machine, tokens), alone.modelled(machine, batch)
+    parts = step.modelled(machine, tokens)
+    single = alone.modelled(machine, batch)
     total = parts["passes"] + parts["update"]
     return {
         "sent_bytes": sum(call.sent for call in step.calls),

@@ -74,7 +74,8 @@ class ShardWriter:
 
     def __init__(self, folder: Path, split: str, shard_tokens: int, tokenizer: str):
         self.folder, self.split, self.tokenizer = folder, split, tokenizer
-        self.buffer, self.used = np.empty(shard_tokens, dtype=np.uint16), 0
+        self.buffer = np.empty(shard_tokens, dtype=np.uint16)
+        self.used = 0
         self.files: dict[str, dict] = {}
 
     def add(self, tokens: np.ndarray) -> None:

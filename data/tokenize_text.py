@@ -270,7 +270,8 @@ class Encoder:
         operators = self.counter.caseops
         normalised = [self._plain(text) for text in texts]
         sources = [caseops.encode(text) for text in normalised] if operators else texts
-        encoded, documents = self.pieces.encode(sources), []
+        encoded = self.pieces.encode(sources)
+        documents = []
         for where, raw, text, source, ids in zip(
             places, texts, normalised, sources, encoded, strict=True
         ):
@@ -287,7 +288,8 @@ class Encoder:
                 not operators or caseops.decode(self._plain(source)) == text,
                 f"{where} is not restored by CaseOps: the tokenizer's normaliser must be identity",
             )
-            lost, sidecar = len(raw.encode()) - size, nbytes if operators else None
+            sidecar = nbytes if operators else None
+            lost = len(raw.encode()) - size
             documents.append(Document(tokens, sidecar, key_of(text), size, lost, raw != text))
         return Encoded(documents, bad)
 
@@ -589,10 +591,12 @@ def build(
         adopt_tokenizer(options.tokenizer, model)
     else:
         sampling = options.normalizer, Split(**side), options.sample_bytes, options.skip_bad
-        texts, operators = sample_texts(files, reading, *sampling), ""
+        texts = sample_texts(files, reading, *sampling)
+        operators = ""
         if options.caseops:
-            texts, operators = map(caseops.encode, texts), train_gpt.CASE_OPERATORS
-        made = train_tokenizer(list(texts), options.vocab_size, options.normalizer, operators)
+            texts = list(map(caseops.encode, texts))
+            operators = train_gpt.CASE_OPERATORS
+        made = train_tokenizer(texts, options.vocab_size, options.normalizer, operators)
         shards.write_file(model, made)
     work = functools.partial(encode_chunk, str(model), reading)
     encoded = in_workers(work, progress(chunked(files, reading)), options.workers)

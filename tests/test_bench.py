@@ -25,31 +25,17 @@ def test_flops_of_the_record():
     assert abs(flops.flops_per_token(Hyperparameters(), 2048) / 1e6 - 263.10) < 0.01
 
 
-@pytest.mark.parametrize("visits", [1, 3])
-def test_flops_of_a_window(visits):
-    """Of which all positions are scored, or some, or with a band."""
-    hp = Hyperparameters(loop_visits=visits)
-    whole = flops.window_flops(hp, 2048, 2048)
-    assert whole == pytest.approx(2048 * flops.flops_per_token(hp, 2048) / 3)
-    assert 0.8 * whole < flops.window_flops(hp, 2048, 64) < whole
-    assert flops.window_flops(hp, 2048, 64, band=2048) == flops.window_flops(hp, 2048, 64)
-    # A triangle of scores and of weighted values
-    saved = whole - flops.window_flops(hp, 2048, 2048, band=512)
-    assert saved == 2 * len(hp.layer_order()) * 2 * hp.model_dim * sum(range(2048 - 512 + 1))
-
-
-@pytest.mark.parametrize("band", [0, 5, 30])
 @pytest.mark.parametrize("window", [0, 3, 8, 40])
-def test_a_window_leaves_pairs_out(window, band):
+def test_a_window_leaves_pairs_out(window):
     """Counted one by one, in eight layers of eleven."""
     hp = Hyperparameters(attn_window=window)
     seen = lambda *limits: sum(  # noqa: E731
         0 <= i - j < min(filter(None, limits), default=99) for i in range(20) for j in range(20)
     )
-    assert flops.attended(hp, 20, band) == 8 * seen(window, band) + 3 * seen(band)
-    pairs = flops.attended(Hyperparameters(), 20, band) - flops.attended(hp, 20, band)
-    saved = flops.window_flops(Hyperparameters(), 20, 9, band) - flops.window_flops(hp, 20, 9, band)
-    assert saved == 4 * hp.model_dim * pairs
+    assert flops.attended(hp, 20) == 8 * seen(window) + 3 * seen()
+    pairs = flops.attended(Hyperparameters(), 20) - flops.attended(hp, 20)
+    saved = flops.flops_per_token(Hyperparameters(), 20) - flops.flops_per_token(hp, 20)
+    assert 20 * saved == pytest.approx(3 * 4 * hp.model_dim * pairs)
 
 
 def test_attention_is_priced_as_it_was_measured():
