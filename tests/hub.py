@@ -23,18 +23,12 @@ class Hub:
         self.requests: list[tuple[str, str]] = []  # method, path
         self.limited: dict[str, int] = {}  # by method, requests of files to answer with HTTP 429
         self.delay = 0.0  # seconds before the content of a .bin
-        hub = self
+        answer = self.answer
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-
-            def do_GET(self):
-                hub.answer(self)
-
-            do_HEAD = do_POST = do_GET
-
-            def log_message(self, *arguments):
-                pass
+            do_GET = do_HEAD = do_POST = lambda request: answer(request)
+            log_message = lambda *_: None  # noqa: E731
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
