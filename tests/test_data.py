@@ -383,6 +383,11 @@ def test_files_that_would_fill_the_memory_are_refused(tmp_path):
             file.truncate(1 << 40)
         with user_error(f"{name} has 1099511627776 bytes, over the limit of .* the wrong file"):
             use(tmp_path / name)
+    # A forged checkpoint may be packed to a thousandth of its size
+    path, metadata = tmp_path / "step.npz", json.dumps({"version": train_gpt.CHECKPOINT_VERSION})
+    np.savez_compressed(path, metadata=metadata, tok_emb=np.zeros(1 << 20))
+    with user_error("step.npz is truncated, .*: its arrays are larger than the file; copy or"):
+        train_gpt.read_checkpoint(path)
 
 
 def test_the_log_has_the_error_that_ended_the_start(script, tmp_path):
