@@ -8,8 +8,6 @@ import io
 import itertools
 import json
 import os
-import random
-import re
 import shlex
 import shutil
 import signal
@@ -36,27 +34,15 @@ from train_gpt import BOS, CASE_OPERATORS, UserError
 
 # Letters that a conversion in both directions changes, or whose UTF-8 length it changes.
 UNEVEN = "\u00df\u1e9e\u0130\u0131\u017f\u212a\u212b\u2126\u03c2\u01c5\u01c8\u023a\u2c65\u1fbc\u1fb3\u00b5\u2160\u24b6"
-# Text whose bytes are easily miscounted, by any tokenizer and normaliser.
-# fmt: off
-ADVERSARIAL = {
-    "leading space": " begins with a space", "leading spaces": "   begins with three", "trailing": "ends so  ",
-    "spaces": "runs  of   spaces    between", "only spaces": "     ", "one space": " ", "one letter": "x",
-    "newlines": "\n\na\n b\n", "crlf": "a line\r\nand another\r\n", "tabs": "\ta\t\tb\t", "nul": "a\0b\0\0c",
-    "emoji": "\U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 ok",
-    "scripts": "\u4e2d\u6587 \u0627\u0644\u0639 \u0939\u093f\u0928 \u10e5\u10d0 \ua9a7",
-    "combining": "e\u0301 A\u030a \ufb01 \u2168 \u00bd", "u+2581": "\u2581a\u2581\u2581b \u2581",
-    "only u+2581": "\u2581", "spaces of all kinds": "a\u00a0b\u2003c\u3000d\u200be",
-    "controls": "a\x01b\x7f\x85\ufeffc", "specials": "<s> </s> <unk> <pad> <0x41> \u2047", "long": "word " * 3000,
-    "empty": "", "replacement": "\ufffd\ufffe\U0010ffff", "digits": "0123456789 3.14159",
-    "source": "def f(x):\n\treturn  x  # \u00e9",
-    "capital": "A", "space and capital": " A", "spaces and capital": "  A",
-    "cases": "The NASA McDonald of SpaceX's iPhone PDFs I'LL B2B eE Ee EE", "u+2581 and capitals": "\u2581A\u2581BC dE",
-    "operators": f"{CASE_OPERATORS} {CASE_OPERATORS}A{TITLE}a{ESC}{LITERALS} {ESC} A", "literals": f"{LITERALS}A",
-    "cased scripts": "\u041c\u041e\u0421 \u0391\u03b8\u03ae\u03c2 \u0391\u03a3 \u0531\u0561 \u1e00\u1e01 \uff21\uff41",
-    "uneven cases": "Stra\u00dfe STRA\u1e9eE I " + UNEVEN,
-    "marks between letters": "E\u0301COLE \u00c9cole h\u0331H\u0331 A\u200dB",
-}
-# fmt: on
+# Parts of text whose bytes are easily miscounted, by any tokenizer and normaliser, and all pairs
+WORDS = "a A BC NASA iPhone's SpaceX I'LL B2B EE 314 <s> </s> <unk> <pad> <0x41> e\u0301 E\u0301 "
+WORDS += "A\u030a H\u0331 \u0627\u0644 \u0939\u093f \u041c\u041e \u0391\u03b8 \u03ae\u03c2 "
+WORDS += "\u0391\u03a3 \u0531\u0561 \u1e00\u1e01 \uff21\uff41"
+OTHERS = " \n\t\0\x01\x7f\x85\ufeff\ufffd\ufffe\U0010ffff\xa0\u2003\u3000\u200b\u200d\u2581"
+OTHERS += "\U0001f600\u2047\xe9\xbd\ufb01\u2168\u4e2d\u10e5\ua9a7"
+PARTS = [*WORDS.split(), "   ", "\r\n", "\U0001f468\u200d\U0001f469", *OTHERS]
+PARTS += [*CASE_OPERATORS, *LITERALS, *UNEVEN]
+TEXTS = ["", "word " * 3000, " ".join(PARTS), *map("".join, itertools.product(PARTS, ["", *PARTS]))]
 SPECIAL = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
 LINES = made_lines(2400)
 DOCUMENTS = ["\n".join(LINES[i : i + 8]) for i in range(0, len(LINES), 8)]
@@ -95,52 +81,54 @@ def test_all_tokens_of_the_right_tokenizer_come_back(model):
         assert train_gpt.reencoded(tokens[begin:], str(model))[0] == 1
 
 
-@pytest.mark.parametrize("name", ADVERSARIAL)
-def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, request):
-    """The evaluator's count equals the bytes of the decoded text."""
-    encoder, text = tokenize_text.Encoder(str(model), Reading()), ADVERSARIAL[name]
+def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, request):
+    encoder, texts = tokenize_text.Encoder(str(model), Reading()), TEXTS
     kind = request.node.callspec.params["model"]
-    if "without" in kind and text[:1] in (" ", "\u2581"):
+    if "without" in kind:
         # No prefixed space and none removed: the first space of a document would cost nothing.
-        with user_error("but the evaluator would count"):
-            encoder.encode([Record(name, text)])
-        return
-    tokens, nbytes, (document,), _ = encoder.encode([Record(name, text)])
-    counter = caseops.ByteCounter(str(model), 600)
-    decoded = inspect_shards.text_of(shards.load_tokenizer(model), counter, tokens[1:])
-    assert tokens[0] == BOS
-    assert counter.count(tokens).sum() == len(decoded.encode()) == document.size
+        for text in (" a", "\u2581a"):
+            with user_error("but the evaluator would count"):
+                encoder.encode([Record("", text)])
+        texts = [text for text in TEXTS if text[:1] not in (" ", "\u2581")]
+    tokens, nbytes, documents, _ = encoder.encode([Record(text, text) for text in texts])
+    pieces, counter = shards.load_tokenizer(model), caseops.ByteCounter(str(model), 600)
     assert (kind == "caseops") == counter.caseops == (nbytes is not None)
-    assert nbytes is None or nbytes.sum() == document.size
-    assert document.lost == len(text.encode()) - document.size
-    assert document.changed == (decoded != text)
-    if kind in ("identity", "caseops") and "\u2581" not in text:
+    counted, start = np.append(0, counter.count(tokens)), 0
+    assert nbytes is None or (nbytes == counted).all()
+    for text, document in zip(texts, documents, strict=True):
+        own = slice(start, start + document.length)
+        start += document.length
+        decoded = inspect_shards.text_of(pieces, counter, tokens[own][1:])
+        assert tokens[own][0] == BOS
+        assert counted[own].sum() == len(decoded.encode()) == document.size, text
+        assert document.lost == len(text.encode()) - document.size, text
+        assert document.changed == (decoded != text), text
         # Our tokenizers change nothing but U+2581, which SentencePiece takes for a space
-        assert decoded == text
+        assert decoded == text or "\u2581" in text or kind not in ("identity", "caseops"), text
 
 
 def test_a_tokenizer_that_would_count_other_bytes_is_refused(tmp_path):
     """Without byte fallback, by NFKC, or with a space more at the end of each document. Nor is one
     taken that begins documents with another token."""
     path = tmp_path / "t.model"
-    train_pieces(path, LINES, 300, byte_fallback=False, **SPECIAL)
+
+    def trained(**options) -> str:
+        train_pieces(path, LINES, 400, **options)
+        return str(path)
+
     records = [Record("line 2", b"\xff"), Record("line 3", "\u4e2d")]  # the first is no text
     with user_error("line 3 has 3 bytes, but the evaluator would count 0"):
-        tokenize_text.Encoder(str(path), Reading()).encode(records)
-    texts, path = list(map(caseops.encode, DOCUMENTS)), tmp_path / "caseops.model"
-    path.write_bytes(tokenize_text.train_tokenizer(texts, 400, "nmt_nfkc", CASE_OPERATORS))
+        tokenize_text.Encoder(trained(byte_fallback=False, **SPECIAL), Reading()).encode(records)
+    with user_error("t.model adds a space to the end of a text"):
+        train_gpt.ByteCounter(trained(treat_whitespace_as_suffix=True, **SPECIAL), 400)
+    with user_error("t.model has 400 pieces and token 2 as BOS, but .* starts with token 1"):
+        tokenize_text.adopt_tokenizer(Path(trained(bos_id=2, eos_id=1)), tmp_path / "copy.model")
+    texts = map(caseops.encode, DOCUMENTS)
+    path.write_bytes(tokenize_text.train_tokenizer([*texts], 400, "nmt_nfkc", CASE_OPERATORS))
     encoder = tokenize_text.Encoder(str(path), Reading())
     assert encoder.encode([Record("", "plain Text")]).documents[0].size == 10
     with user_error("line 7 is not restored by CaseOps|line 7 has 3 bytes, but"):
         encoder.encode([Record("line 7", "H\u0331")])
-    path = tmp_path / "suffix.model"
-    train_pieces(path, LINES, 400, treat_whitespace_as_suffix=True, **SPECIAL)
-    with user_error("suffix.model adds a space to the end of a text"):
-        train_gpt.ByteCounter(str(path), 400)
-    path = tmp_path / "bos.model"
-    train_pieces(path, LINES, 400, bos_id=2, eos_id=1)
-    with user_error("bos.model has 400 pieces and token 2 as BOS, but .* starts with token 1"):
-        tokenize_text.adopt_tokenizer(path, tmp_path / "copy.model")
 
 
 @pytest.mark.parametrize("vocab_size", [262, 263, 2000])
@@ -152,15 +140,14 @@ def test_tokenizers_of_any_size(vocab_size, tmp_path):
     assert {pieces.piece_to_id("\u2581"), pieces.piece_to_id("\n")}.isdisjoint({pieces.unk_id()})
     assert sum(map(pieces.is_byte, range(vocab_size))) == 256
     encoder = tokenize_text.Encoder(str(tmp_path / "t.model"), Reading())
-    assert encoder.encode([Record("", text) for text in ADVERSARIAL.values()]).documents
+    assert encoder.encode([Record("", text) for text in TEXTS]).documents
 
 
 # ---- CaseOps -------------------------------------------------------------------------------------
 def test_the_grammar_of_caseops():
     for text, coded in (
         ("all lower, 1st caf\u00e9", "all lower, 1st caf\u00e9"),
-        ("The end", f"{TITLE}the end"),
-        ("I am A", f"{TITLE}i am{TITLE} a"),
+        ("The end. I am A", f"{TITLE}the end.{TITLE} i am{TITLE} a"),
         ("the NASA probe", f"the{ALLCAPS} nasa probe"),
         ("a  B\tC\nDE", f"a {TITLE} b\t{TITLE}c\n{ALLCAPS}de"),
         ("SpaceX iPhone", f"{TITLE}space{CAPNEXT}x i{CAPNEXT}phone"),
@@ -180,8 +167,7 @@ def test_the_grammar_of_caseops():
 def check_caseops(text: str) -> None:
     """A round trip, no capital that has a pair, and as many bytes without the operators."""
     coded = caseops.encode(text)
-    assert caseops.decode(coded) == text
-    assert caseops.PAIRS.keys().isdisjoint(coded)
+    assert caseops.decode(coded) == text and caseops.PAIRS.keys().isdisjoint(coded)
     rest = coded.translate(dict.fromkeys(map(ord, CASE_OPERATORS)))
     assert len(rest.encode(errors="surrogatepass")) == len(text.encode(errors="surrogatepass"))
 
@@ -210,10 +196,8 @@ def test_an_operator_that_applies_to_nothing_is_removed():
     """A model may produce any sequence of pieces."""
     coded = f"{TITLE}{ALLCAPS} 1{CAPNEXT}\u00df{ESC}a{TITLE}  b{ESC}"
     assert caseops.decode(coded) == " 1\u00dfa  b"
-    generator = random.Random(1)
-    for _ in range(1000):
-        text = caseops.decode("".join(generator.choices(f"{CASE_OPERATORS}ab 1", k=20)))
-        assert set(CASE_OPERATORS).isdisjoint(text)
+    for characters in itertools.product(f"{CASE_OPERATORS}ab 1", repeat=5):
+        assert set(CASE_OPERATORS).isdisjoint(caseops.decode("".join(characters)))
 
 
 def test_the_pairs_of_letters_never_change():
@@ -234,6 +218,9 @@ def test_operators_are_pieces_of_no_bytes_and_elsewhere_text(tmp_path):
     assert sum(not set(text).isdisjoint(CASE_OPERATORS) for text in texts) == 4
     the = pieces.piece_to_id("\u2581the")
     assert counter.count(np.array([BOS, the, 4, the, 7, the, BOS])).tolist() == [3, 0, 4, 0, 4, 0]
+    tokenizer = caseops.Tokenizer(str(path), 600)
+    ids = tokenizer.encode("The NASA probe.")
+    assert tokenizer.decode(ids) == "The NASA probe." and 4 in ids, "TITLE is a piece"
     for symbols in ("x" + CASE_OPERATORS, CASE_OPERATORS[::-1], CASE_OPERATORS[:3] + "x"):
         path.write_bytes(tokenize_text.train_tokenizer(DOCUMENTS, 400, operators=symbols))
         counter, lengths = caseops.ByteCounter(str(path), 400), [len(s.encode()) for s in symbols]
@@ -251,8 +238,6 @@ def test_the_bytes_of_caseops_are_those_of_the_sidecar(source, tmp_path, env, ca
     nbytes = np.append(0, train_gpt.count_bytes(hp, tokens, print))
     by_document = np.add.reduceat(nbytes, np.flatnonzero(tokens == BOS))
     assert by_document.tolist() == [len(text.encode()) for text in DOCUMENTS[:5]]
-    assert inspect_shards.inspect(out, None, 1) == []
-    assert "by fineweb_val_bytes_*.bin, which the score uses" in capsys.readouterr().out
     for path in out.glob("fineweb_val_bytes_*.bin"):
         path.unlink()
     with user_error("has CaseOps operators, but .* so the bytes are unknown: make the shards"):
@@ -294,10 +279,14 @@ def test_every_format_gives_the_same_documents(source, tmp_path):
     for i, text in enumerate(DOCUMENTS):
         (tmp_path / "folder" / ("deep" if i % 2 else "") / f"{i:04d}.txt").write_text(text)
     assert sorted(documents_of(tmp_path / "folder", Reading())) == sorted(DOCUMENTS)
+    # A byte order mark is no text at the start of a file
+    lines = '{"text": "caf\u00e9"}\n{"text": "\ufeffy"}'
+    for name, texts in (("a.txt", [lines]), ("a.jsonl", ["caf\u00e9", "\ufeffy"])):
+        (tmp_path / name).write_text(lines, encoding="utf-8-sig")
+        assert documents_of(tmp_path / name, Reading()) == texts
 
 
 def test_documents_between_separators(tmp_path):
-    """As bytes.split finds them, also those that overlap themselves."""
     path = tmp_path / "a.txt"
     for letters in ("", *map("".join, itertools.product("ab", repeat=6))):
         for mark in ("", "\ufeff"):
@@ -342,14 +331,6 @@ def test_a_row_that_is_no_text_is_one_bad_document(tmp_path):
         bytes_and_none = "row 2 is not UTF-8 text (invalid start byte): convert it"
         assert found[:2] == ["caf\u00e9", bytes_and_none] and found[3:] == ["x"]
         assert found[2] == f"row 3: column {field!r} holds NoneType, not text: set --field"
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path):
-    """Only at the start of a file."""
-    lines = '{"text": "caf\u00e9"}\n{"text": "\ufeffy"}'
-    for name, texts in (("a.txt", [lines]), ("a.jsonl", ["caf\u00e9", "\ufeffy"])):
-        (tmp_path / name).write_text(lines, encoding="utf-8-sig")
-        assert documents_of(tmp_path / name, Reading()) == texts
 
 
 FRACTION = {"val_docs": 0, "val_fraction": 0.2}
@@ -453,29 +434,23 @@ def put(out: Path, force: bool = True, text: str = "new") -> None:
             (folder / name).write_text(text)
 
 
-def test_a_failed_build_leaves_nothing(tmp_path):
-    out = tmp_path / "made" / "out"
+def test_a_folder_that_has_a_manifest_is_complete(tmp_path, monkeypatch):
+    """A failed build changes nothing. The old manifest goes first, and the new one comes last."""
+    out, replace, moved = tmp_path / "made" / "out", Path.replace, []
     put(out)
     with user_error("failed"), shards.locked(out), tokenize_text.new_folder(out, True) as folder:
         (folder / MADE[0]).write_text("half")
         raise UserError("failed")
     assert {path.name: path.read_text() for path in out.iterdir()} == dict.fromkeys(MADE, "new")
-    assert [path.name for path in out.parent.iterdir()] == ["out"]
-
-
-def test_a_folder_that_has_a_manifest_is_complete(tmp_path, monkeypatch):
-    """The old one goes first, and the new one comes last."""
-    put(tmp_path)
-    replace, moved = Path.replace, []
 
     def seen(path, target):
-        assert not (tmp_path / "manifest.json").exists()
+        assert not (out / "manifest.json").exists()
         moved.append(path.name)
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", seen)
-    put(tmp_path)
-    assert sorted(moved) == MADE
+    put(out)
+    assert sorted(moved) == MADE and [path.name for path in out.parent.iterdir()] == ["out"]
 
 
 def test_shards_that_cannot_be_moved_are_kept(tmp_path):
@@ -509,15 +484,10 @@ def test_force_replaces_shards_only(tmp_path, monkeypatch):
 
 
 def test_one_program_writes_to_a_folder(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "out"
-    (tmp_path / "a.txt").write_text("one")
+    out, said = tmp_path / "out", "error: another program writes to out: "
     with shards.locked(out):
-        for command in (
-            "tokenize_text.py a.txt --out out --vocab-size 280 --val-docs 1",
-            "demo_corpus.py out",
-        ):
-            command = f"{ROOT}/data/{command}".split()
-            assert_mistake(command, tmp_path, "error: another program writes to out: ")
+        for command in (f"tokenize_text.py a.txt --out out {SMALL} {ONE}", "demo_corpus.py out"):
+            assert_mistake(f"{ROOT}/data/{command}".split(), tmp_path, said)
         # As if the folder were made meanwhile
         with monkeypatch.context() as patch, user_error("another program writes to"):
             patch.setattr(Path, "exists", lambda path: False)
@@ -529,8 +499,8 @@ def test_one_program_writes_to_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fcntl, "flock", without_locks)
     out.mkdir()
     with shards.locked(out):
-        told = f"note: {out} cannot be locked (No locks available): let no other program write"
-        assert capsys.readouterr().err.startswith(told)
+        told = capsys.readouterr().err
+        assert told.startswith(f"note: {out} cannot be locked (No locks available): let no other")
     assert out.exists()
 
 
@@ -539,16 +509,13 @@ import os, sys, time
 sys.path[:0] = {path}
 import program, shards, tokenize_text
 from pathlib import Path
-
 def items():
     yield 1
     print(os.getpid(), flush=True)
     time.sleep(60)
-
 def main():
     with shards.locked(Path("out")), tokenize_text.new_folder(Path("out"), False):
         list(tokenize_text.in_workers(abs, items(), 3))
-
 program.run_program(main)
 """
 
@@ -612,9 +579,8 @@ def test_workers_are_as_many_as_cores_may_be_used(monkeypatch):
     assert program.cores() == os.cpu_count()
 
 
-@pytest.mark.parametrize(
-    "name, content, part",
-    [
+def test_wrong_text_is_named(tool):
+    for name, content, part in (
         ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "line 2 has no text in a field 'text': set"),
         ("a.jsonl", b'{"text": 3}\n', "line 1 has no text in a field 'text': fix or remove that"),
         ("a.jsonl", b"[1]\n", "line 1 has no text"),
@@ -626,14 +592,12 @@ def test_workers_are_as_many_as_cores_may_be_used(monkeypatch):
         ("a.parquet", b"PAR1nonsense", "is not a readable parquet file"),
         ("a.pdf", b"x", "does not end in"),
         ("a.txt", b"", "no document was left"),
-    ],
-)
-def test_wrong_text_is_named(tool, name, content, part):
-    Path(name).write_bytes(content)
-    start = f"^{re.escape(name)},? " if part.startswith(("line ", "is not")) else ""
-    with user_error(start + part):
-        tool(f"{name} --out out {GIVEN} {ONE} --workers 1")
-    assert not Path("out").exists()
+    ):
+        Path(name).write_bytes(content)
+        start = f"^{name},? " if part.startswith(("line ", "is not")) else ""
+        with user_error(start + part):
+            tool(f"{name} --out out {GIVEN} {ONE} --workers 1")
+        assert not Path("out").exists()
 
 
 @pytest.mark.parametrize("chunk", [1, 1 << 20])  # bytes: 1 is a document
@@ -761,22 +725,13 @@ def test_inspection_of_bad_shards(source, tmp_path, capsys):
 def test_a_tokenizer_of_other_shards_is_found(data, other_tokenizer, tmp_path, capsys):
     """It has as many pieces, so nothing but the text shows it. tests/test_data.py has all cases."""
     folder = shutil.copytree(data, tmp_path / "data")
-    own = folder / "tokenizer.model"
-
-    def noted(tokenizer=own) -> bool:
-        assert inspect_shards.inspect(folder, tokenizer, 1) == []
-        return "note: THE BYTES ARE UNPROVEN: " in capsys.readouterr().out
-
-    assert not noted()
     for path in folder.glob("*.bin"):  # as the challenge's, whose headers name none
         write_shard(path, train_gpt.read_shard(path).copy())
-    assert noted()
+    assert inspect_shards.inspect(folder, folder / "tokenizer.model", 1) == []
+    assert "note: THE BYTES ARE UNPROVEN: " in capsys.readouterr().out
     command = [ROOT / "data" / "inspect_shards.py", folder, "--tokenizer", other_tokenizer]
     said = f"% of the first validation tokens come back when {other_tokenizer} encodes"
     assert_mistake(command, tmp_path, said)
-    entry = {"path": "tokenizer.model", "sha256": shards.file_sha256(own)}
-    shards.write_manifest(folder, files={}, tokenizer=entry)
-    assert not noted(None)
 
 
 def test_wrong_manifests_are_named(tmp_path):
