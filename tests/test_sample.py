@@ -11,17 +11,7 @@ import program
 import caseops
 import sample
 import train_gpt
-from conftest import (
-    PARTS,
-    VOCAB,
-    assert_mistake,
-    exported,
-    made,
-    noise,
-    run,
-    user_error,
-    weights_of,
-)
+from conftest import PARTS, VOCAB, assert_mistake, exported, made, noise, run, weights_of
 from train_gpt import BOS
 
 SAMPLE = sample.__file__
@@ -109,8 +99,7 @@ def test_the_program_repeats_itself(artifact, data, tmp_path):
 
     first = said()
     assert first.startswith("def x") and len(first) > len("def x\n")
-    assert said() == first
-    assert said("--seed", 2) != first
+    assert said() == first != said("--seed", 2)
     assert said("--temperature", 0) == said("--temperature", 0, "--seed", 2) != first
 
 
@@ -135,7 +124,7 @@ def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, cap
     assert seen[3:] == [[BOS, *whole]]
     assert capsys.readouterr().out == tokenizer.decode(whole) + "\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="latin-1"))
-    with user_error("the prompt is not UTF-8 text"):
+    with pytest.raises(train_gpt.UserError, match="the prompt is not UTF-8 text"):
         sample.main()
 
 
