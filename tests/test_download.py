@@ -73,8 +73,7 @@ def test_everything_arrives_once_and_where_it_is_looked_for(download, hub, tmp_p
         assert path.read_bytes() == (published / path.name).read_bytes()
         assert path.stat().st_nlink == 2, "a hard link to the cache, not a copy"
     train_gpt.check_manifest(str(local), str(tmp_path / hp.tokenizer_path))
-    assert "0 of them downloaded now" in download("--train-shards 1").stdout
-    assert hub.fetched() == []
+    assert "0 of them downloaded" in download("--train-shards 1").stdout and hub.fetched() == []
     assert "1 of them downloaded now" in download("--train-shards 2").stdout
     assert [Path(path).name for path in hub.fetched()] == ["fineweb_train_000001.bin"]
     manifest = shards.read_manifest(local)
@@ -99,8 +98,7 @@ def test_check_needs_no_network_and_finds_damage(download, hub, tmp_path):
 
     assert "no manifest.json" in wrong()
     download("--train-shards 2")
-    assert "checksums are right: 3 shards" in download("--check").stdout
-    assert hub.requests == []
+    assert "checksums are right: 3 shards" in download("--check").stdout and hub.requests == []
     shard, other = (tmp_path / LOCAL / f"fineweb_train_00000{number}.bin" for number in (1, 9))
     with open(shard, "r+b") as file:  # the cache has the same file
         file.seek(2000)
