@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / name) for name in ("", "tools")]
 
 import torch
 
@@ -25,17 +24,13 @@ from program import run_program
 
 
 def main() -> None:
-    fault = sys.argv.pop()
-    rank = int(os.environ.get("RANK", 0))
+    fault, rank = sys.argv.pop(), int(os.environ.get("RANK", 0))
     product_speed, step = check_machine.product_speed, train_gpt.Run.train_step
     backward = train_gpt.Run.backward
 
-    def slow_product(runtime):
-        return product_speed(runtime) / 2 if rank == 1 else 1e3
-
     def slow_backward(run, *arguments):
         backward(run, *arguments)
-        time.sleep(0.2 if rank == 1 else 0.0)
+        time.sleep(0.2 * rank)
 
     def faulty_step(run, *arguments):
         if fault == "memory":
@@ -46,8 +41,8 @@ def main() -> None:
 
     train_gpt.Run.train_step = faulty_step
     if fault == "slow":
-        check_machine.product_speed, check_machine.STEPS = slow_product, 2
-        train_gpt.Run.backward = slow_backward
+        check_machine.STEPS, train_gpt.Run.backward = 2, slow_backward
+        check_machine.product_speed = lambda runtime: product_speed(runtime) / 2 if rank else 1e3
     if fault == "disk":
         check_machine.shutil.disk_usage = lambda path: SimpleNamespace(free=1 << 20)
     check_machine.main()
