@@ -25,14 +25,38 @@ SECTIONS += ["attention", "mlp", "training", "evaluation"]
 
 
 # ---- Real checks ---------------------------------------------------------------------------------
+SCRIPT = f"""
+import os, sys, time
+from types import SimpleNamespace
+from unittest.mock import Mock
+sys.path[:0] = {[str(ROOT), str(ROOT / "tools")]}
+import torch, check_machine, program
+from train_gpt import Run
+rank, step, backward = int(os.environ.get("RANK", 0)), Run.train_step, Run.backward
+{{}}
+program.run_program(check_machine.main)
+"""
+FULL = "check_machine.shutil.disk_usage = lambda path: SimpleNamespace(free=1 << 20)"
+NAN = "Run.train_step = lambda *given: step(*given) * float('nan')"
+LARGE = "Run.train_step = Mock(side_effect=torch.OutOfMemoryError('Tried to allocate 20.00 GiB'))"
+DIES = "if rank: Run.train_step = Mock(side_effect=RuntimeError('an illegal memory access'))"
+SLOW = """
+check_machine.STEPS, speed = 2, check_machine.product_speed
+check_machine.product_speed = lambda runtime: speed(runtime) / 2 if rank else 1e3
+Run.backward = lambda *given: (backward(*given), time.sleep(0.2 * rank))
+"""
+
+
 @pytest.fixture
 def check(env, tmp_path):
     """A function: (fault, ranks, exit status, changed knobs) -> (the ended process, the report)."""
 
-    def start(fault="none", ranks=1, status=0, **changes):
-        program = [ROOT / "tests" / "check_machine_faults.py", fault]
-        done = run(program, env(RUN_ID="mine", **changes), tmp_path, ranks, status=status)
-        report = tmp_path / "logs" / "check.json"
+    def start(fault="", ranks=1, status=0, **changes):
+        (tmp_path / "check.py").write_text(SCRIPT.format(fault))
+        (folder := tmp_path / "run").mkdir(exist_ok=True)
+        knobs = env(RUN_ID="mine", **changes)
+        done = run([tmp_path / "check.py"], knobs, folder, ranks, status=status)
+        report = folder / "logs" / "check.json"
         return done, json.loads(report.read_text()) if report.exists() else None
 
     return start
@@ -66,20 +90,20 @@ def test_a_machine_that_works(ranks, mode, check, tmp_path):
     (line,) = [line for line in lines if line.startswith("set: ")]
     assert re.fullmatch(r"set:      ATTENTION=(sdpa|math) FUSED_MLP=0 ITERATIONS=\d+", line)
     assert report["finished"] and report["knobs"]["run_id"] == "mine"
-    assert {path.name for path in tmp_path.rglob("*")} == {"logs", "check.json"}
+    assert {path.name for path in (tmp_path / "run").rglob("*")} == {"logs", "check.json"}
 
 
 @pytest.mark.parametrize(
     "fault, changes, sentence",
     [
-        ("disk", {}, "disk of rank 0: logs: the disk"),
-        ("nan", {}, "training of rank 0: the mean training loss is nan: lower the learning rates"),
-        ("memory", {}, "Tried to allocate 20.00 GiB; set a lower MICRO_BATCH_TOKENS"),
-        ("none", {"MAX_WALLCLOCK_SECONDS": 0.001, "GPTQ_BATCHES": 4}, "=0.001 is less than the"),
-        ("none", {"ranks": 2, "TRAIN_BATCH_TOKENS": 800}, "TOKENS=800 is not a multiple of"),
-        ("died", {"ranks": 2}, "training of rank 1: RuntimeError: an illegal memory access"),
-        ("memory", {"ranks": 2}, "20.00 GiB; set a lower MICRO_BATCH_TOKENS"),
-        ("none", {"ATTENTION": "fa3"}, "attention fa3 skipped: it needs a Hopper GPU"),
+        (FULL, {}, "disk of rank 0: logs: the disk"),
+        (NAN, {}, "training of rank 0: the mean training loss is nan: lower the learning rates"),
+        (LARGE, {}, "Tried to allocate 20.00 GiB; set a lower MICRO_BATCH_TOKENS"),
+        (LARGE, {"ranks": 2}, "20.00 GiB; set a lower MICRO_BATCH_TOKENS"),
+        (DIES, {"ranks": 2}, "training of rank 1: RuntimeError: an illegal memory access"),
+        ("", {"MAX_WALLCLOCK_SECONDS": 0.001, "GPTQ_BATCHES": 4}, "=0.001 is less than the"),
+        ("", {"ranks": 2, "TRAIN_BATCH_TOKENS": 800}, "TOKENS=800 is not a multiple of"),
+        ("", {"ATTENTION": "fa3"}, "attention fa3 skipped: it needs a Hopper GPU"),
     ],
 )
 def test_a_run_that_would_fail_is_an_error(fault, changes, sentence, check):
@@ -126,7 +150,7 @@ def test_data_that_a_run_cannot_use_is_an_error(check, data, tmp_path):
 
 
 def test_a_slow_rank_is_named(check):
-    done, report = check("slow", ranks=2)  # the run would work, slowly
+    done, report = check(SLOW, ranks=2)  # the run would work, slowly
     slow = [line for line in report["slow"] if "copies" not in line]  # which the machine decides
     assert [line.split()[3] for line in slow] == ["multiplies", "computes"]
     assert all(line.startswith("rank 1 ") and line.endswith(" than the others") for line in slow)

@@ -36,7 +36,7 @@ def made(swept, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["make_record.py", *about])
         make_record.main()
         folder = next((tmp_path / "records" / f"track_{track}").iterdir())
-        change(folder, "README.md", r"\(to fill: .*\)", "none", count=0)
+        damage(folder, "README.md", r"\(to fill: .*\)", "none", count=0)
         return folder
 
     return make
@@ -197,7 +197,7 @@ BROKEN = [  # (files, old or None: all, new or None: removed, part of a verdict)
 ]
 
 
-def change(folder: Path, files: str, old: str | None, new: str | bytes | None, count=1) -> None:
+def damage(folder: Path, files: str, old: str | None, new: str | bytes | None, count=1) -> None:
     for path in folder.glob(files):
         if new is None:
             path.unlink()
@@ -216,9 +216,9 @@ def state(folder: Path, **changes) -> None:
 
 def test_each_breakage_is_found(made, tmp_path):
     good = made()
-    for *damage, part in BROKEN:
+    for *how, part in BROKEN:
         folder = shutil.copytree(good, tmp_path / "broken")
-        change(folder, *damage)
+        damage(folder, *how)
         assert part in checked(folder, starts="exit status" in part)["FAIL"], part
         shutil.rmtree(folder)
 
@@ -299,7 +299,7 @@ def test_a_score_of_its_own_belongs_to_the_submission(swept, sweep_knobs, tmp_pa
     make = functools.partial(make_record.make, track="non_record_16mb")
     about = dict(author="Ada", github_id="ada", name="Two logs")
     folder = make([two, one], about)
-    change(folder, "README.md", r"\(to fill: .*\)", "none", count=0)
+    damage(folder, "README.md", r"\(to fill: .*\)", "none", count=0)
     text = (folder / "README.md").read_text()
     assert f"EVAL_ONLY={training.stem}.npz" in text and "TTT_ENABLED=1" in text.split("Then for")[1]
     assert {"train_seed1.log", "eval_seed1.log"} < {path.name for path in folder.iterdir()}

@@ -260,16 +260,19 @@ def test_gpus_that_torch_cannot_use_are_an_error(complete, gpus, build, cuda):
         (8, {"NPROC": "4", "WARMDOWN_FRAC": "0.5"}, 4, "0.5"),
         (4, {"WARMDOWN_ITERS": "100"}, 4, None),
         (16, {"NPROC": "8"}, 8, None),
+        (4, {"GRID": "SEED=1\nWARMDOWN_ITERS=9,10"}, 4, None),
+        (4, {"GRID": "MY_WARMDOWN_ITERS=1"}, 4, "0.41"),
     ],
 )
 def test_the_warmdown_follows_the_number_of_processes(complete, gpus, environment, nproc, fraction):
-    words = ["--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={nproc}", "train_gpt.py"]
+    """One in steps wins, also that of a grid."""
+    complete.write("tools/sweep.py", LAUNCHER)
     printed, _ = complete.ran(GPUS=str(gpus), USABLE="1", **environment)
-    assert printed == f"launched {words} frac {fraction}\n"
+    words = f"'--standalone', '--local-addr=127.0.0.1', '--nproc_per_node={nproc}', 'train_gpt.py'"
+    assert printed.count("\n") == 1 and printed.endswith(f"{words}] frac {fraction}\n")
 
 
 def test_a_sweep_starts_its_runs_with_the_launcher(complete):
-    """A warmdown in steps of its grid wins."""
     complete.write("tools/sweep.py", LAUNCHER)
     printed, end = complete.ran(SEEDS="1 2")
     words = "['--', 'python3', 'tools/launch.py', 'python3', 'train_gpt.py']"
@@ -277,9 +280,6 @@ def test_a_sweep_starts_its_runs_with_the_launcher(complete):
     # which installs scipy, too
     compare = "    $(./run.sh setup) tools/compare.py launched ['--patterns']"
     assert end[0].startswith(compare)
-    for grid, fraction in (("SEED=1\nWARMDOWN_ITERS=9,10", None), ("MY_WARMDOWN_ITERS=1", 0.41)):
-        printed, _ = complete.ran(GPUS="4", USABLE="1", GRID=grid)
-        assert printed.endswith(f"frac {fraction}\n")
 
 
 def test_a_packed_script_runs_in_place_of_the_plain_one(complete):
@@ -402,8 +402,9 @@ def requirements(*names):
     return dict(re.findall(r"(?m)^(\w[\w-]*)([^\s;]*)", text))
 
 
-def test_requirements_are_what_is_imported():
-    """And the README and the image install them."""
+def test_requirements_are_ranges_of_what_is_imported():
+    """A range of torch keeps a pod's; the constraints are the versions that the tests run with. The
+    README and the image install all."""
     imported = modules(ast.walk(ast.parse((ROOT / "train_gpt.py").read_text())))
     imported -= sys.stdlib_module_names | {"triton", "flash_attn_interface", "kernels"}
     assert imported == requirements("requirements.txt").keys()
@@ -414,10 +415,6 @@ def test_requirements_are_what_is_imported():
         ("Dockerfile", "-r /opt/golf/requirements-dev.txt"),
     ):
         assert part in (ROOT / name).read_text(), name
-
-
-def test_requirements_are_ranges_and_the_constraints_are_in_them():
-    """A range of torch keeps a pod's; the constraints are the versions that the tests run with."""
     wanted = requirements("requirements.txt", "requirements-dev.txt")
     versions = requirements("constraints.txt")
     assert wanted.keys() == versions.keys()
