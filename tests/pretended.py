@@ -27,7 +27,7 @@ def inverse_factor(hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
-    step = train_gpt.Run.train_step
+    step, encode = train_gpt.Run.train_step, train_gpt.encode_codes  # that reads its codes back
 
     def train_step(run, *arguments):
         device = step(run, *arguments).device
@@ -36,14 +36,10 @@ def main() -> None:
 
     train_gpt.Run.train_step = train_step
     train_gpt.AGREEMENT = float("inf")
-
-    # The kernels of a pretended GPU compute nothing: no target has a loss, and no value is finite
-    torch.Tensor.all = lambda tensor: torch.tensor(True)
-    made_up = train_gpt.Score(1.0, 1.0, 1.0, 1, 1)
-    train_gpt.Evaluator.result = lambda self: made_up
+    torch.Tensor.all = lambda tensor: torch.tensor(True)  # no target has a loss, no value is finite
+    train_gpt.Evaluator.result = lambda self: train_gpt.Score(1.0, 1.0, 1.0, 1, 1)
     train_gpt.inverse_factor = inverse_factor
     train_gpt.log_rounding = lambda *_: None  # the text has no bytes
-    encode = train_gpt.encode_codes  # which reads its codes back
     train_gpt.encode_codes = lambda codes, *coder: encode(codes.clip(-31, 31), *coder)
     program = check_machine if sys.argv[1:] == ["check"] else train_gpt
     del sys.argv[1:]

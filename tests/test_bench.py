@@ -28,7 +28,6 @@ def test_flops():
     hp = Hyperparameters(loop_visits=3)
     whole, ends = (flops.window_flops(hp, 2048, scored) for scored in (2048, 64))
     assert whole - ends == 2 * (2048 - 64) * hp.vocab_size * hp.model_dim
-    assert flops.window_flops(hp, 2048, 64, band=2048) == ends
     saved = whole - flops.window_flops(hp, 2048, 2048, band=512)
     assert saved == 2 * len(hp.layer_order()) * 2 * hp.model_dim * sum(range(2048 - 512 + 1))
 
@@ -42,9 +41,6 @@ def test_a_window_leaves_pairs_out(window, band):
         0 <= i - j < min(filter(None, limits), default=99) for i in range(20) for j in range(20)
     )
     assert flops.attended(hp, 20, band) == 8 * seen(window, band) + 3 * seen(band)
-    pairs = flops.attended(Hyperparameters(), 20, band) - flops.attended(hp, 20, band)
-    saved = flops.window_flops(Hyperparameters(), 20, 9, band) - flops.window_flops(hp, 20, 9, band)
-    assert saved == 4 * hp.model_dim * pairs
 
 
 def test_attention_is_priced_as_it_was_measured():
@@ -147,12 +143,12 @@ def test_errors_of_newton_schulz(one_rank):
 def test_modelled_seconds_of_a_part():
     """A launch takes at least 2.5 us. Operators of eager work have the bytes of their launches."""
     launch = lambda part, kind, moved: dict(part=part, kind=kind, bytes=moved, flops=0, name="")  # noqa: E731
-    small, large = h100.BANDWIDTH * h100.LAUNCH / 2, h100.BANDWIDTH * h100.LAUNCH * 4
-    compiled = [launch("compiled", "triton", moved) for moved in (small, large)]
-    eager = [launch("eager", kind, 0) for kind in ("library", "product")]
-    eager += [launch("eager", "operator", small), launch("eager", "operator", large)]
-    eager += [eager[0], launch("eager", "operator", large)]
-    found = h100.part_seconds(compiled + eager)
+    small, large = (h100.BANDWIDTH * h100.LAUNCH * share for share in (0.5, 4))
+    work = [("triton", small), ("triton", large)]
+    launches = [launch("compiled", *one) for one in work]
+    work = [("library", 0), ("product", 0), ("operator", small), ("operator", large)]
+    work += [("library", 0), ("operator", large)]
+    found = h100.part_seconds(launches + [launch("eager", *one) for one in work])
     assert found == pytest.approx({"compiled": 5 * h100.LAUNCH, "eager": 6 * h100.LAUNCH})
 
 
@@ -234,13 +230,6 @@ class Peers(Comm):
         return lambda: None
 
 
-def matrices_of(way) -> list[torch.Tensor]:
-    """All matrices (out, in) of one of the ways to update them."""
-    if isinstance(way, optimizer.Ours):
-        return optimizer.matrices(way.optimizer.weights())
-    return [matrix for weight in way.weights for matrix in weight.view(-1, *weight.shape[-2:])]
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 @torch.no_grad()
 def test_the_ways_to_update_agree(ranks, hyperparameters, monkeypatch):
@@ -261,7 +250,10 @@ def test_the_ways_to_update_agree(ranks, hyperparameters, monkeypatch):
             way.step()
             if name == "ours, all-reduced":  # three banks and the small gradients
                 assert +Peers.calls == {"all_reduce": 2 * 4}
-            rows = zip(found[name], start, reference.weights, matrices_of(way), strict=True)
+            ours = isinstance(way, optimizer.Ours)
+            weights = optimizer.matrices(way.optimizer.weights()) if ours else way.weights
+            weights = [one for w in weights for one in w.view(-1, *w.shape[-2:])]
+            rows = zip(found[name], start, reference.weights, weights, strict=True)
             for errors, before, expected, weight in rows:
                 error = (weight - expected).norm() / (expected - before).norm()
                 # Rows of the other rank are what was in the memory
