@@ -201,11 +201,8 @@ def launches_of(found: dict) -> list[dict]:
             moved = batch * (m * k * a + k * n * b + m * n * c)
             add("product", f"{m} x {n} x {k} (x {batch})", moved, 2 * m * n * k * batch)
         elif kind == "library":
-            add(
-                "library",
-                readable[fields[0]],
-                elementwise_bytes(readable[fields[0]], int(fields[1])),
-            )
+            name = readable[fields[0]]
+            add("library", name, elementwise_bytes(name, int(fields[1])))
         elif kind in ("copy", "fill"):
             way = fields[0] if kind == "copy" else "fill"
             add("copy", way, int(fields[-1]) * (2 if way == "d2d" else 1))

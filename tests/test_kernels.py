@@ -18,15 +18,13 @@ from conftest import user_error
 
 # ---- On a CPU ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("wanted, chosen", [("auto", "sdpa"), ("math", "math")])
-def test_a_cpu_takes_the_first_kernel_that_runs(wanted, chosen, hyperparameters):
+def test_a_cpu_takes_the_first_kernel_that_runs(wanted, chosen, one_rank):
     """Fault B18: #399 cannot even be imported without flash_attn_interface."""
-    with train_gpt.Runtime.start(hyperparameters(ATTENTION=wanted)) as runtime:
-        pass
+    _, runtime = one_rank(ATTENTION=wanted)
     assert runtime.attention == chosen and not runtime.notes
     for time in (6, train_gpt.PLAIN_ATTENTION, train_gpt.PLAIN_ATTENTION + 1):
-        q, k, v = torch.randn(1, time, 4, 8), torch.randn(1, time, 2, 8), torch.randn(1, time, 2, 8)
-        expected = train_gpt.reference_attention(q, k, v)
-        torch.testing.assert_close(runtime.attend(q, k, v), expected)
+        qkv = [torch.randn(1, time, heads, 8) for heads in (4, 2, 2)]
+        torch.testing.assert_close(runtime.attend(*qkv), train_gpt.reference_attention(*qkv))
 
 
 @pytest.mark.slow
@@ -173,8 +171,7 @@ def mlp_with(wrong):
 
 def as_heads_first(k, **_):
     """Keys (B, T, K, E) read with the strides of (B, K, T, E); in the first row they are right."""
-    batch, time, heads, width = k.shape
-    wrong = k.reshape(batch, heads, time, width).transpose(1, 2)
+    wrong = k.reshape(k.transpose(1, 2).shape).transpose(1, 2)
     return {"k": torch.cat((k[:1], wrong[1:]))}
 
 
@@ -192,6 +189,7 @@ def layers_with(name, factor):
 
 PARTS = {"DOC_ATTENTION": 1, "EVAL_MODE": "banded", "MLP_GATE": 1, "ATTN_GATE": 1}
 PARTS |= {"LANES_LAST_N": 1, "MUDD": 1}
+LIMIT = PARTS | {"DOC_ATTENTION": 0, "DOC_LEN": 4}  # the plain form took it for a band
 WINDOW = {"ATTN_WINDOW": 4, "DOC_ATTENTION": 1}  # of a kernel that the banded pass may not use
 
 
@@ -243,13 +241,7 @@ def test_a_wrong_gradient_or_loss_ends_the_start(wrong, named, start):
 
 @pytest.mark.parametrize(
     "parts",
-    [
-        {},
-        {"dtype": torch.float32},
-        attention_with(lambda **_: {}, knobs=WINDOW),
-        # The plain form took DOC_LEN for a band and refused a correct run
-        {"knobs": {**PARTS, "DOC_ATTENTION": 0, "DOC_LEN": 4}},
-    ],
+    [{}, {"dtype": torch.float32}, attention_with(lambda **_: {}, knobs=WINDOW), {"knobs": LIMIT}],
 )
 def test_right_gradients_are_said_and_the_parameters_stay(parts, start):
     run = start(**parts)
@@ -267,11 +259,9 @@ def test_a_wrong_rank_ends_the_start_of_all(start):
 
 
 def test_windows_of_low_rank_training_and_chunks_of_a_band_are_whole_tiles(hyperparameters):
-    for window, widths in (
-        (2688, {384, 768, 1408, 2688}),  # an eighth would be 336
-        (2048, {256, 512, 1024, 2048}),
-        (512, {128, 256, 512}),
-    ):
+    # An eighth of 2,688 would be 336
+    for widths in ({384, 768, 1408, 2688}, {256, 512, 1024, 2048}, {128, 256, 512}):
+        window = max(widths)
         hp = hyperparameters(EVAL_SEQ_LEN=window, EVAL_STRIDE=8, MICRO_BATCH_TOKENS=16 * window)
         scorer = SimpleNamespace(hp=hp, runtime=SimpleNamespace(micro_batch_tokens=16 * window))
         stops = range(8, 3 * window, 8)
