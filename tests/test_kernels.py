@@ -81,7 +81,6 @@ def gpu(hyperparameters, hopper, monkeypatch):
 
 
 LONG = {"TRAIN_SEQ_LEN": 2048, "TRAIN_BATCH_TOKENS": 4096}
-ODD = {"TRAIN_SEQ_LEN": 320, "TRAIN_BATCH_TOKENS": 640, "SHORT_SEQ_PARTS": 1}
 
 
 @pytest.mark.parametrize(
@@ -92,15 +91,10 @@ ODD = {"TRAIN_SEQ_LEN": 320, "TRAIN_BATCH_TOKENS": 640, "SHORT_SEQ_PARTS": 1}
         (True, {"DOC_ATTENTION": 1}, "", "fa3"),
         (True, {"ATTN_WINDOW": 128}, "", "fa3"),
         (True, {"SHORT_SEQ_PARTS": 8}, "cudnn", "fa3"),
-        (False, {}, "", "cudnn"),
-        (False, LONG, "fa3", "cudnn"),
-        (False, ODD, "cudnn fa3", "sdpa"),
         (False, {"EVAL_SEQ_LEN": 192}, "cudnn fa3", "sdpa"),
-        (False, {"SHORT_SEQ_PARTS": 8}, "cudnn fa3", "sdpa"),
         (False, {"ATTN_WINDOW": 100}, "fa3 cudnn", "sdpa"),
         (False, {"ATTN_WINDOW": 128}, "fa3", "cudnn"),
         (False, {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 96}, "cudnn fa3", "sdpa"),
-        (False, {"TTT_ENABLED": 1, "TTT_MODE": "lora"}, "", "cudnn"),  # 128 and 256 positions
     ],
 )
 def test_attention_is_chosen_by_the_length_of_sequences(fa3, changes, skipped, chosen, gpu):

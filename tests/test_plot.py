@@ -1,11 +1,13 @@
 """tools/plot.py: curves, scaling, bytes."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
 import plot
 from conftest import ROOT, run
-from lib import html_page, runs
+from lib import runs
 from sample_logs import PUBLISHED, logs_of, written
 
 
@@ -50,26 +52,16 @@ def test_plots_are_drawn(swept, tmp_path):
     assert said.endswith(" (and 2 more such logs)\n") and said.count("\n") == 1
 
 
-def test_the_bytes_of_an_artifact_are_all_shown(swept):
-    artifact = swept / "logs" / "t_MATRIX_LR=0.025_seed1.npz"
-    assert sum(html_page.byte_shares(str(artifact)).values()) == artifact.stat().st_size
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """A function that draws runs: (the figure, the texts of its legend)."""
-    figures = []
-    monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-
-    def draw(members):
+def drawn(members):
+    """The figure of these runs, and the texts of its legend."""
+    with mock.patch.object(plot.plt.Figure, "savefig", autospec=True) as saved:
         plot.draw_runs(members, "x.png")
-        return figures[-1], [text.get_text() for text in figures[-1].legends[0].texts]
-
-    return draw
+    figure = saved.call_args.args[0]
+    return figure, [text.get_text() for text in figure.legends[0].texts]
 
 
 @pytest.mark.parametrize("validations", [2, 3, 21])
-def test_all_drawn_points_are_in_range(validations, tmp_path, drawn):
+def test_all_drawn_points_are_in_range(validations, tmp_path):
     """Of a long curve the first 5 %, which would flatten the rest, are not drawn."""
     lines, every = [], 100 // (validations - 1)
     for step in range(101):
@@ -86,7 +78,7 @@ def test_all_drawn_points_are_in_range(validations, tmp_path, drawn):
             assert low <= values.min() and values.max() <= high
 
 
-def test_the_picture_has_the_scores(swept, drawn):
+def test_the_picture_has_the_scores(swept):
     """Means over the seeds that have one."""
     members = [runs.read_run(path) for path in logs_of(swept)]
     bits = np.array([run.score.bpb for run in members])
