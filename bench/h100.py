@@ -67,6 +67,7 @@ STUBS = """#include <cstdio>
 """
 TOP = 15  # kernels that are shown
 CHALLENGE_TOKENS = 62_021_846  # targets of the challenge's validation split
+UNKNOWN = {"name": "", "bytes": 0, "flops": 0, "sizes": ""}  # a kernel of which nothing is noted
 BYTES_OF_TYPE = {0: 4, 1: 8, 2: 2, 14: 2}  # cudaDataType: fp32, fp64, fp16, bf16
 
 
@@ -165,7 +166,7 @@ def trace(home: Path, torch_version: str, options: dict) -> dict:
 # ---- Costs ---------------------------------------------------------------------------------------
 def launches_of(found: dict) -> list[dict]:
     """One entry per launch: part, kind, name, bytes, flops, spills."""
-    launches, part, kernel = [], "start", {"name": ""}
+    launches, part, kernel = [], "start", UNKNOWN
     names = sorted({line.split("\t")[1] for line in found["log"] if line.startswith("library")})
     plain = command("c++filt", input="\n".join(names)).split("\n") if names else []
     readable = dict(zip(names, plain, strict=False))
@@ -190,8 +191,7 @@ def launches_of(found: dict) -> list[dict]:
         elif kind == "operator":
             add("operator", fields[0], float(fields[1]), float(fields[2]), launches=0)
         elif kind == "triton":
-            unknown = {"bytes": 0, "flops": 0, "sizes": ""}
-            own = kernel if kernel["name"] == fields[0] else unknown
+            own = kernel if kernel["name"] == fields[0] else UNKNOWN
             sizes = re.sub(r"[{}' ]", "", own["sizes"])
             name = re.sub(r"^triton_|_\d+$", "", fields[0])[:56] + f" {sizes}"
             add("triton", name, own["bytes"], own["flops"], spills=int(fields[2]))
@@ -321,8 +321,9 @@ def extrapolate(options: dict, found: dict, launches: list[dict]) -> dict:
         print(f"{operations / 1e3:.2f} PFLOP on rank 0", end=", ")
     else:
         return {}
-    targets = f"the challenge's {CHALLENGE_TOKENS:,} targets"
-    print(f"modelled: {total:.1f} s for {targets} on {ranks} GPUs")
+    print(
+        f"modelled: {total:.1f} s for the challenge's {CHALLENGE_TOKENS:,} targets on {ranks} GPUs"
+    )
     return {"challenge_seconds": round(total, 1)}
 
 
@@ -420,8 +421,7 @@ def price_orders(options: dict, launches: list[dict]) -> dict[str, dict]:
     """Print what the orders of communication cost, by bench/scaling.py's model of a collective.
     Returns microseconds by order: of all, and what Adam and the collectives add."""
     machine, ranks = scaling.H100, options["ranks"]
-    hp = Hyperparameters.from_env(options["knobs"])
-    own = part_seconds(launches)
+    hp, own = Hyperparameters.from_env(options["knobs"]), part_seconds(launches)
     steps = {part[6:]: time for part, time in own.items() if part.startswith("step: ")}
     banks = [part for part in steps if part.endswith("_bank")]
     times = {f"update {part}" if part in banks else part: time for part, time in steps.items()}
@@ -447,11 +447,10 @@ def price_orders(options: dict, launches: list[dict]) -> dict[str, dict]:
 def print_difference(first: list[dict], second: list[dict]) -> None:
     """What the second variant adds and saves, kernel by kernel."""
     before, after = (table(launches, "part kind name") for launches in (first, second))
-    changes = {
-        name: [after[name][key] - before[name][key] for key in ("launches", "gb", "ms")]
-        for name in before.keys() | after.keys()
-    }
-    changes = {name: row for name, row in changes.items() if max(map(abs, row)) > 1e-6}
+    changes = {}
+    for name in before.keys() | after.keys():
+        row = [after[name][key] - before[name][key] for key in ("launches", "gb", "ms")]
+        changes |= {name: row} if max(map(abs, row)) > 1e-6 else {}
     title = f"difference, second minus first: {len(changes)} kernels"
     print(f"\n{title:76}{'launches':>9}{'GB':>10}{'ms':>9}")
     total = [sum(row[i] for row in changes.values()) for i in range(3)]
