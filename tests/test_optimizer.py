@@ -39,20 +39,12 @@ BAND = {"quintic": (0.6, 1.3), "polar-express": (0.85, 1.15)}
     "shape", [(3, 64, 64), (2, 64, 192), (2, 192, 64), (2, 8, 3), (1, 1, 7), (1, 5, 1), (1, 1, 1)]
 )
 def test_newton_schulz_brings_singular_values_near_one(shape, coefficients):
-    """As in float64, and within the band in which the polynomials leave singular values."""
+    """Within the band in which the polynomials leave them. tests/test_conformance.py has the numbers."""
     g = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    out, wide = newton_schulz(g, torch.float32, 5, coefficients), g.double()
-    expected = newton_schulz(wide, torch.float64, 5, coefficients).float()
-    torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
-    left, lengths, right = torch.linalg.svd(wide, full_matrices=False)
-    singular, directions = (
-        torch.linalg.svdvals(out.double()),
-        lengths / lengths.norm(dim=1)[:, None],
-    )
-    low, high = BAND[coefficients]
+    out = newton_schulz(g, torch.float32, 5, coefficients)
+    singular, lengths = (torch.linalg.svdvals(one.double()) for one in (out, g))
+    directions, (low, high) = lengths / lengths.norm(dim=1, keepdim=True), BAND[coefficients]
     assert (singular[directions > 0.02] > low).all() and (singular < high).all()
-    along = (left.mT @ out.double() @ right.mT).diagonal(dim1=-2, dim2=-1)
-    assert (along > 0).all(), "directions stay, only lengths change"
     tiny = newton_schulz(torch.stack((0 * g[0], 1e-12 * g[0])), torch.bfloat16, 5, coefficients)
     assert not tiny[0].any() and tiny.isfinite().all(), "zero is zero"
 
