@@ -967,27 +967,22 @@ def test_distances_from_the_bound(problem):
     assert 0.1 < rows[0] < rows[1] < distance()[1]
 
 
-def test_our_way_is_the_quantiser(problem):
-    rows, hessian, output = problem
-    ours = quantisers.Kronecker(*problem, quantisers.PAPERS["ours"])
-    cost = floored(output).diagonal(0, 1, 2)
-    quantiser = train_gpt.Quantiser(rows, hessian, cost, 8, train_gpt.Rule(0.0))
-    codes, steps, _ = quantiser.round(0.01)
-    assert torch.equal(ours.steps(0.01), steps)
-    assert torch.equal(ours.round(0.01)[0], codes.float())
-
-
 @pytest.mark.parametrize("form", [train_gpt.Quantiser, quantise.RotatedQuantiser])
 def test_what_is_exported_costs_what_it_says(problem, form):
+    """And our way is the quantiser of train_gpt.py."""
     rows, hessian, output = problem
-    rotated, cost = form is quantise.RotatedQuantiser, floored(output).diagonal(0, 1, 2)
-    given = floored(output) if rotated else cost
+    rotated, given = form is quantise.RotatedQuantiser, floored(output)
+    given = given if rotated else given.diagonal(0, 1, 2)
     one = quantisers.Exported(form(rows, hessian, given, 8, train_gpt.Rule(0.0)), 10)
     assert one.count_steps() == (2 if rotated else 2 * 96)
-    _, back, found = one.round(0.01)
-    errors = rows - back
-    expected = float((cost[..., None] * errors * (errors @ hessian)).sum())
-    expected = cost_of(problem, back) if rotated else expected
+    codes, back, found = one.round(0.01)
+    if rotated:
+        expected = cost_of(problem, back)
+    else:
+        expected = float((given[..., None] * (rows - back) * ((rows - back) @ hessian)).sum())
+        ours = quantisers.Kronecker(*problem, quantisers.PAPERS["ours"])
+        assert torch.equal(ours.steps(0.01), one.steps(0.01))
+        assert torch.equal(ours.round(0.01)[0], codes.float())
     assert float(found.sum()) * 10 == pytest.approx(expected, rel=1e-3)
 
 
