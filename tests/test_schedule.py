@@ -182,6 +182,15 @@ def test_the_rate_ends_at_zero_in_the_loop_of_a_run(run_of, in_flight, reserve):
     assert 190 - reserve < len(rates) < 200 - reserve
 
 
+def test_a_step_is_expected_at_the_pace_of_the_run():
+    clock = Clock(10.0, 0)
+    assert clock.expected_start(3) == 0.0, "nothing is known"
+    for step in (0, 1):
+        clock.record(step, step + 1.0)
+        expected = [clock.expected_start(later) for later in (step + 1, step + 4)]
+        assert expected == [step + 1.0, step + 4.0]
+
+
 def scoring(note):
     """In place of a run's evaluator: calls `note` with its config and stride."""
     return lambda config, stride, *_: SimpleNamespace(
