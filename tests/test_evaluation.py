@@ -56,9 +56,8 @@ def test_every_target_is_scored_once(setting, window, stride, size, targets):
     val.targets, number = targets, lambda x, y, *_, **__: y.float()
     scorers = parts_of_ranks(size, number, val, hp, runtime, stride)
     assert sum(scorer.count for scorer in scorers) == targets
-    assert torch.equal(
-        sum(each.nats[:-1].nan_to_num(0) for each in scorers), val.tokens[1:].float()
-    )
+    together = sum(each.nats[:-1].nan_to_num(0) for each in scorers)
+    assert torch.equal(together, val.tokens[1:].float())
 
 
 def test_every_target_needs_one_finite_loss(setting):
@@ -428,10 +427,8 @@ def test_chunks_are_slices_of_the_windows(setting, monkeypatch):
 def test_the_time_limit_ends_training_inside_a_chunk_or_document(setting, monkeypatch, mode, steps):
     """What was scored until then stays, and the rest is scored once. In SGD rank 0's clock decides."""
     monkeypatch.setattr(train_gpt, "LORA_ROWS", (16, 16))  # so each step is one forward
-    train, update = {
-        "sgd": (train_gpt.ttt_sgd, "sgd_gradients"),
-        "lora": (train_gpt.ttt_lora, "lora_update"),
-    }[mode]
+    train = {"sgd": train_gpt.ttt_sgd, "lora": train_gpt.ttt_lora}[mode]
+    update = {"sgd": "sgd_gradients", "lora": "lora_update"}[mode]
     knobs = dict(EVAL_MAX_SECONDS=1e9, TTT_CHUNK_TOKENS=64, TTT_LR=0.1, TTT_LORA_LR=0.02)
     (_, free, _), (_, limited, lines) = (learner(setting, mode, 500, **knobs) for _ in range(2))
     train(free)
