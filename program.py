@@ -26,7 +26,6 @@ for name in ("stdin", "stdout", "stderr"):
 
 from train_gpt import (  # noqa: E402
     KNOBS,
-    LONGEST_NAME,
     UserError,
     end,
     error_message,
@@ -87,7 +86,8 @@ def output_file(text: str) -> Path:
         # A file that is moved there would replace a device, for all programs.
         (path.exists() and not path.is_file(), "is no regular file: choose another name"),
         (not folder.is_dir(), f"is in no folder: make {folder} first"),
-        (len(os.fsencode(path.name)) > LONGEST_NAME, "is too long: choose a shorter name"),
+        # Endings such as .partial are added, and most file systems take 255.
+        (len(os.fsencode(path.name)) > 230, "is too long: choose a shorter name"),
         (not is_writable(folder), "is in a folder that is not writable: choose another folder"),
         (path.exists() and not is_writable(path), "is not writable: choose another name"),
     ):

@@ -30,14 +30,12 @@ is pull request 399 of the challenge's repository."""
 from __future__ import annotations
 
 import argparse
-import atexit
 import bisect
 import collections
 import copy
 import dataclasses
 import difflib
 import gc
-import glob
 import hashlib
 import io
 import itertools
@@ -85,7 +83,6 @@ LIMITS = {
     "multiple_of": ("a multiple of", lambda value, divisor: value % divisor == 0),
 }
 MAX_NUMBER = (1 << 32) - 1  # largest value of a knob
-LONGEST_NAME = 230  # bytes; `replacing` adds to RUN_ID.npz, and most file systems take 255
 # Attention kernels; `sdpa`: torch's flash or memory-efficient one.
 KERNELS = ("fa3", "cudnn", "sdpa", "math")
 # How a U-Net skip is added: times a sigmoid gate, initially 0.18; times a scale, initially 1; or by
@@ -97,15 +94,13 @@ PARITY = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24), 256
 
 def knob(default, text, role="training", **limits):
     """A field set by an environment variable. The artifact stores those whose `role` is "model", and
-    those of "score" that differ from their defaults: EVAL_ONLY repeats the model, and the score
-    unless a variable is set. On resume those of "score" and "run" may change, those of "training"
-    and "model" may not.
-    Give "model" to every knob that says what weights or codes mean, or EVAL_ONLY scores another
-    model.
+    of "training" and "score" those that differ from their defaults. EVAL_ONLY repeats them; a
+    variable may change those that are not "model". On resume those of "score" and "run" may change,
+    those of "training" and "model" may not. So "model" is for every knob that says what weights or
+    codes mean.
 
     `limits` are those of LIMITS and `section`, a heading of --help; numbers are at least 0 and at
     most MAX_NUMBER unless they say otherwise."""
-    assert limits.keys() <= {*LIMITS, "section"}
     if type(default) in (int, float):  # not bool
         limits = {"low": 0, "high": MAX_NUMBER} | limits
     return dataclasses.field(default=default, metadata={"text": text, "role": role, **limits})
@@ -126,7 +121,7 @@ class Hyperparameters:
     model_dim: int = knob(512, "width D of the residual stream", "model", low=8, multiple_of="num_heads")
     num_heads: int = knob(8, "query heads", "model", low=1, multiple_of="num_kv_heads")
     num_kv_heads: int = knob(4, "key/value heads, each shared by NUM_HEADS / NUM_KV_HEADS query heads", "model", low=1)
-    mlp_mult: float = knob(4.0, "hidden width of the MLP as a multiple of MODEL_DIM", "model", low=0.1)
+    mlp_mult: float = knob(4.0, "hidden width over MODEL_DIM; GPUs like a width in steps of 64", "model", low=0.1)
     mlp_slope: float = knob(0.5, "negative slope of the squared leaky ReLU; 0: relu^2 (#399)", "model", high=1)
     skips: str = knob("gates", "U-Net skips: sigmoid gates, scales (#399), or lerp (#2135)", "model", choices=SKIPS)
     smear_token: bool = knob(False, "SmearGate before the norm, gated by 12 dimensions of the embedding", "model")
@@ -138,7 +133,7 @@ class Hyperparameters:
     attn_gate: bool = knob(False, "gate attention's output per head, from 12 dimensions of its input", "model")
     mlp_gate: bool = knob(False, "gate the MLP's output per token, from 12 dimensions of the stream", "model")
     attn_window: int = knob(0, "attention sees the last N tokens (all in the last quarter of layers); 0: all", "model")
-    doc_attention: bool = knob(False, "attention stays within a document", "model")
+    doc_attention: bool = knob(False, "attention stays within a document; fa3 takes 16 + T/256 in a row", "model")
     doc_len: int = knob(0, "in training, cut documents every N tokens from their start or the row's; 0: never")
     tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding")
     logit_softcap: float = knob(30.0, "logits are c * tanh(logits / c)", "model", low=1e-3)
@@ -155,7 +150,7 @@ class Hyperparameters:
     short_seq_parts: int = knob(4, "cut sequences into N parts for the first 40 % of the run; 1: never (#399)", low=1)
     micro_batch_tokens: int = knob(0, "tokens per forward on each rank; 0: 98,304, on a CPU 16,384", "run")
 
-    iterations: int = knob(20_000, "training steps, unless the time limit comes first", "run", section="Schedule")
+    iterations: int = knob(20_000, "training steps, unless time is over first", "run", low=1, section="Schedule")
     max_wallclock_seconds: float = knob(TRAINING_CAP, "time limit of steps and calibration; 0: none", "run")
     warmup_steps: int = knob(20, "untimed warm-up steps, undone afterwards; 0: the first timed steps compile", "run")
     warmdown_iters: int = knob(3000, "length of the linear warmdown in steps; at most half of the run")
@@ -187,8 +182,8 @@ class Hyperparameters:
     late_qat: bool = knob(False, "train through rounding (straight-through) at the end of the warmdown")
     qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", high=1)
     rounding: str = knob("sensitivity", "least loss at a size, or #399's rule", "model", choices=("sensitivity", "399"))
-    gptq_batches: int = knob(4, "training batches for calibration, within the time limit; 0: none", "run")
-    trellis_states: int = knob(8, "states of the trellis; 0 or 1: none", "model", choices=(0, 1, *PARITY))
+    gptq_batches: int = knob(4, "training batches for calibration, whose time is reserved; 0: none", "run")
+    trellis_states: int = knob(8, "states of the trellis; 0: none", "model", choices=(0, *PARITY))
     target_bytes: int = knob(SUBMISSION_CAP, "bytes that code and artifact may fill; 0: no limit, finest steps", "run")
     compressor: str = knob("ans", "coder of the rounded weights", "run", choices=("ans", "lzma", "zstd"))
 
@@ -218,10 +213,9 @@ class Hyperparameters:
     checkpoint_every: str = knob("", "checkpoint interval: `500` steps or `60s`; empty: none", "run")
     resume: str = knob("", "auto: continue from RUN_ID's newest complete checkpoint", "run", choices=("", "auto"))
     shard_ranks: int = knob(0, "ranks among which a bank is sharded; 0: LOCAL_WORLD_SIZE", "run")
-    deterministic: bool = knob(False, "GPU steps repeat bit for bit, but slower; CPU steps always do", "run")
     compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "score", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: a GPU if there is one", "score", choices=("auto", "cuda", "cpu"))
-    attention: str = knob("auto", "attention kernel; auto: the fastest here", "score", choices=("auto", *KERNELS))
+    attention: str = knob("auto", "attention kernel; auto: fa3, else cudnn, sdpa", "score", choices=("auto", *KERNELS))
     compile: str = knob("auto", "auto: on a CPU training only", "run", choices=("auto", "0", "1"))
     fused_mlp: bool = knob(True, "fused Triton kernel of the MLP, on a Hopper GPU in bfloat16", "score")
     # fmt: on
@@ -276,11 +270,10 @@ class Hyperparameters:
             f"CHECKPOINT_EVERY={self.checkpoint_every!r} is neither steps (500) nor seconds (60s)",
         )
         require(
-            not re.search("^[.]|[/,]", self.run_id),
-            f"RUN_ID={self.run_id} must not have a slash or a comma, or begin with a dot",
+            not re.search("^[.]|[/,]", self.run_id) and len(os.fsencode(self.run_id)) <= 230,
+            f"RUN_ID={self.run_id} must not have a slash or a comma, begin with a dot, or exceed 230 "
+            "bytes, as files with longer names come of it",
         )
-        size = len(os.fsencode(self.run_id))
-        require(size <= LONGEST_NAME, f"RUN_ID has {size} bytes: set one of at most {LONGEST_NAME}")
         require(
             self.run_id or not (self.checkpoint_every or self.resume),
             "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one",
@@ -297,7 +290,7 @@ class Hyperparameters:
     @property
     def trellis(self) -> int:
         """States of the trellis of the codes; 0 for none, as with #399's rule."""
-        return 0 if self.rounding == "399" or self.trellis_states == 1 else self.trellis_states
+        return 0 if self.rounding == "399" else self.trellis_states
 
     def stored(self) -> dict[str, str]:
         """The variables that the artifact stores, see `knob`."""
@@ -305,7 +298,7 @@ class Hyperparameters:
             name.upper(): str(value)
             for name, value in vars(self).items()
             if name in knobs_with("model")
-            or (name in knobs_with("score") and value != getattr(Hyperparameters, name))
+            or (name in knobs_with("training", "score") and value != getattr(Hyperparameters, name))
         }
 
     def layer_order(self, looping: bool = True) -> tuple[int, ...]:
@@ -350,18 +343,17 @@ def parse(field: dataclasses.Field, environ: dict[str, str]) -> object:
 
 
 def refuse_misspelt(environ: Iterable[str], known: list[str]):
-    """Raise UserError for the first variable that is nearly a known one: in lower case, with
-    swapped letters, or with a wrong letter. Also for a knob of other scripts."""
+    """Raise UserError for the first variable that is nearly a known one, or a knob of other
+    scripts."""
     for name in sorted(set(environ) - set(known)):
         near = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
-        near += [other for other in known if sorted(other) == sorted(name.upper())]
         if "_" in name or not name.startswith(tuple(known)):  # machines set DEVICES and the like
-            near += difflib.get_close_matches(name, known, cutoff=0.905)
-        if near:
-            ours = f"did you mean {near[0]}?" if near[0] else "no knob here does the same."
-            raise UserError(
-                f"{name} is set but is not a knob; {ours} If it is not for this program, unset it"
-            )
+            near += difflib.get_close_matches(name.upper(), known, cutoff=0.905)
+        ours = f"did you mean {near[0]}?" if any(near) else "no knob here does the same."
+        require(
+            not near,
+            f"{name} is set but is not a knob; {ours} If it is not for this program, unset it",
+        )
 
 
 # Names of #399, #549, #2135 and older demonstrations, with ours, which are empty if there is none.
@@ -372,7 +364,8 @@ NUM_LOOPS=LOOP_VISITS LOOP_END=LOOP_LAYERS ENABLE_LOOPING_AT=LOOP_START ROPE_YAR
 PARALLEL_START_LAYER=LANES_LAST_N PARALLEL_RESIDUAL_START=LANES_LAST_N SKIP_GATES_ENABLED=SKIPS
 GATED_ATTENTION=ATTN_GATE GATED_ATTN_ENABLED=ATTN_GATE SPARSE_ATTN_GATE_ENABLED=ATTN_GATE
 SMEAR_GATE_ENABLED=SMEAR_TOKEN NEGATIVE_SLOPE=MLP_SLOPE LEAKY_RELU_SLOPE=MLP_SLOPE
-TIE_EMBEDDINGS= MTP_NUM_HEADS= MTP_LOSS_WEIGHT= VE_ENABLED= VE_DIM= VE_LAYERS= DTG_ENABLED= VALUE_RESIDUAL=
+TIE_EMBEDDINGS= DETERMINISTIC=
+MTP_NUM_HEADS= MTP_LOSS_WEIGHT= VE_ENABLED= VE_DIM= VE_LAYERS= DTG_ENABLED= VALUE_RESIDUAL=
 LAWA_ENABLED= LAWA_K= LAWA_FREQ= GPTQ_CALIBRATION_BATCHES=GPTQ_BATCHES GPTQ_RESERVE_SECONDS=
 MATRIX_BITS= EMBED_BITS= MATRIX_CLIP_SIGMAS= EMBED_CLIP_SIGMAS= MLP_CLIP_SIGMAS= ATTN_CLIP_SIGMAS=
 LQER_ENABLED= LQER_RANK= PHASED_TTT_ENABLED= PHASED_TTT_NUM_PHASES= TTT_BETA1= TTT_BETA2=
@@ -405,10 +398,7 @@ def knob_help() -> str:
 # ---- Start: signals, errors, packages ------------------------------------------------------------
 def launched(name: str, default: int) -> int:
     """The number that a launcher, such as torchrun, has set in this variable."""
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal() or int(text) < min(default, 1):
-        sys.exit(f"error: {name}={text!r} is impossible: unset it, or start with torchrun")
-    return int(text)
+    return int(os.environ.get(name, default))
 
 
 # Read when torch is loaded. OpenMP threads that spin while they wait slow a busy CPU down tenfold.
@@ -615,7 +605,6 @@ Tensors = dict[str, Tensor]  # by name: weights, state, sums
 # The stream as x and the last layer's change, or None, and the second lane, or None, (B, T, D) each:
 # left to the first kernel of the next block, their sum costs no kernel of its own.
 Stream = tuple[Tensor, Tensor | None, Tensor | None]
-Graphs = dict[str, Callable]  # by name, what compiles a graph
 # Low-rank changes of the outputs in LORA_TARGETS: NAME.a (B, depth, rank, in) and NAME.b
 # (B, depth, out, rank), by the position of a layer in the order; the head has depth 1.
 Adapter = Tensors
@@ -910,10 +899,9 @@ class GPT(nn.Module):
         def matrix(kind: MatrixKind, layer: int = 0, depth: int = 0) -> Matrix | None:
             if kind.name not in weights:
                 return None
-            a, b = pairs.get(kind.name, (None, None))
-            pair = a and (a[depth], b[depth])
+            pair = tuple(factors[depth] for factors in pairs.get(kind.name, ()))
             observer = observe and partial(observe, kind, layer)
-            return Matrix(weights[kind.name][layer], pair, observer)
+            return Matrix(weights[kind.name][layer], pair or None, observer)
 
         rows = {name: p for name, p in self.named_parameters() if name in Layer._fields}
         if hp.attn_gate:
@@ -929,8 +917,8 @@ class GPT(nn.Module):
             places = {"lane_mix": lane, "skip_scale": skip, "skip_gate": skip}  # others: `layer`
             parts = {kind.name: matrix(kind, layer, depth) for kind in MATRICES}
             for name, of_places in rows.items():
-                place = places.get(name, layer)
-                parts[name] = of_places[place] if place >= 0 else None
+                if (place := places.get(name, layer)) >= 0:
+                    parts[name] = of_places[place]
             left = hp.mudd * (len(order) - depth)
             parts |= {
                 # A window of the whole sequence is 0, as none: both have one graph.
@@ -1240,13 +1228,13 @@ class BankShard:
         bank.grad = self.grad[: self.rows]  # so the padding rows stay zero
         self.grad_sum = self.grad.float() if accumulate else self.grad
         self.grad_shard = self.grad_sum if comm.size == 1 else torch.empty_like(self.owned_rows)
-        kinds = [kind for kind in BANKS[name] for _ in range(model.hp.num_layers)]
-        kinds += kinds[-1:] * (len(full) - self.rows)  # of padding rows, which stay zero
-        kinds = kinds[self.own_places]
-        scales = [max(1.0, operator.truediv(*kind.shape(model.hp))) ** 0.5 for kind in kinds]
-        self.scale = torch.tensor(scales, device=bank.device)[:, None, None]
-        transposed = torch.tensor([kind.transposed for kind in kinds], device=bank.device)
-        self.transposed = transposed[:, None, None]
+        of_rows = []
+        for kind in BANKS[name]:
+            out, into = kind.shape(model.hp)
+            of_rows += [(max(1, out / into) ** 0.5, kind.transposed)] * model.hp.num_layers
+        of_rows += of_rows[-1:] * (len(full) - self.rows)  # of padding rows, which stay zero
+        of_rows = torch.tensor(of_rows[self.own_places], device=bank.device)[..., None, None]
+        self.scale, self.transposed = of_rows[:, 0], of_rows[:, 1] > 0
 
 
 class Report(NamedTuple):
@@ -1319,10 +1307,8 @@ class ParallelMuon:
 
     def clear(self):
         """Set the gradients and the report to zero."""
-        buffers = {self.flat}  # a set, as `grad_sum` may be `grad`
-        for shard in self.banks.values():
-            buffers |= {shard.grad, shard.grad_sum}
-        torch._foreach_zero_(list(buffers))
+        banks = itertools.chain(*((one.grad, one.grad_sum) for one in self.banks.values()))
+        torch._foreach_zero_(list({self.flat, *banks}))  # a set, as `grad_sum` may be `grad`
 
     @torch.no_grad()
     def step(self, lr_scale: float, momentum: float) -> Tensor:
@@ -1415,11 +1401,7 @@ class ParallelMuon:
         shard = self.banks.get(name.partition(".")[0])
         shape = tensor.shape if shard is None else (shard.rows, *tensor.shape[1:])
         saved = getattr(source, "shape", None)
-        require(
-            saved == shape,
-            f"the checkpoint has {name} with shape {saved}, not {shape}: "
-            "it belongs to another model, or ranks have different tensors",
-        )
+        require(saved == shape, f"the checkpoint has {name} with shape {saved}, not {shape}")
         if shard is None:
             tensor.copy_(source)
         else:
@@ -1456,11 +1438,10 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> Step
 
     Progress is the used fraction of ITERATIONS or of the time, the larger one. The warmdown ends at
     MIN_LR."""
-    iterations = max(hp.iterations, 1)
     time_used = seconds / end
-    progress = max(step / iterations, time_used)
+    progress = max(step / hp.iterations, time_used)
     # The steps of the whole run, at the pace so far
-    run_steps = min(iterations, step / time_used) if time_used else iterations
+    run_steps = min(hp.iterations, step / time_used) if time_used else hp.iterations
     warmdown = hp.warmdown_frac or min(hp.warmdown_iters / run_steps, PHASE_LIMIT)
     # Another shape of the warmdown also moves late QAT, below, and SWA, which begin by this value.
     lr_scale = min(1.0, max(0.0, 1.0 - progress) / warmdown) if warmdown else 1.0
@@ -1477,8 +1458,7 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> Step
 def phases(hp: Hyperparameters) -> dict[StepSettings, int]:
     """{a step of each kind in the schedule, at the peak learning rate: thousandths of the run, for
     tools/check_machine.py}, in order, for a run of ITERATIONS. Each kind is a graph."""
-    planned = max(hp.iterations, 1)
-    steps = (schedule(hp, planned * place / 1000, 0.0, inf) for place in range(1001))
+    steps = (schedule(hp, hp.iterations * place / 1000, 0.0, inf) for place in range(1001))
     start = hp.muon_momentum_warmup_start
     return collections.Counter(step._replace(lr_scale=1.0, momentum=start) for step in steps)
 
@@ -1553,9 +1533,7 @@ class WeightAverage:
         if not self.samples:
             return "the last weights"
         torch._foreach_copy_(self.weights, list(self.mean.values()))
-        if self.hp.ema_enabled:
-            return f"EMA of {self.samples} steps"
-        return f"SWA of {self.samples} samples"
+        return f"{'EMA' if self.hp.ema_enabled else 'SWA'} of {self.samples} samples"
 
 
 # ---- Training: steps, reports, validations, checkpoints ------------------------------------------
@@ -1592,14 +1570,11 @@ class Run:
 
     def train(self):
         """Steps until ITERATIONS, the time limit or a signal end the training."""
-        hp, clock, log = self.hp, self.clock, self.log
-        advice = "" if hp.checkpoint_every else ": set CHECKPOINT_EVERY=60s to keep the training"
-        log.kept = log.kept or f"only the log is kept{advice}"
+        hp, clock = self.hp, self.clock
         due = range(0, hp.iterations, hp.val_loss_every) if hp.val_loss_every else ()
         step = first = clock.step + 1
         gc.collect()
         gc.freeze()  # long-lived objects would make the collector's full passes stall a step
-        atexit.register(gc.unfreeze)  # or Triton 3.9 reports them as leaks at the end
         while not self.is_over(step):
             # Schedules end where the run does: at the latest start of a step that still fits.
             start = clock.expected_start(step)
@@ -1615,6 +1590,7 @@ class Run:
             self.read_reports(clock.ahead if step > first + 2 and step not in due else 0)
             if self.checkpoints.due(step, clock.expected_start(step)):
                 self.save(step)
+        gc.unfreeze()  # or Triton 3.9 reports leaks at the end
         self.validate(step, looping=True)
         self.save(step)
         self.raise_if_stopped()
@@ -1622,10 +1598,7 @@ class Run:
             seconds = clock.elapsed()
             self.log(
                 f"stopping_early: wallclock_cap train_time:{1000 * seconds:.0f}ms "
-                f"step:{step}/{hp.iterations}",
-                "stopping_early",
-                step=step,
-                train_seconds=seconds,
+                f"step:{step}/{hp.iterations}"
             )
 
     def is_over(self, step: int) -> bool:
@@ -1748,7 +1721,6 @@ class Run:
                 "seconds": self.clock.seconds,
                 "recent": self.clock.recent,
                 "reserve": self.clock.reserve,
-                "train_tokens": len(self.loader.stream),
             }
             full = ((name, self.optimizer.gather(name, t)) for name, t in self.tensors().items())
             self.checkpoints.save(full, state)
@@ -1765,7 +1737,6 @@ class Run:
         # With a smaller reserve, a finished run would take another step.
         clock.reserve = max(clock.reserve, state["reserve"])
         self.checkpoints.last = state
-        self.log.kept = f"RESUME=auto continues from {path}"
         self.log(
             f"resumed: step:{step} train_time:{1000 * seconds:.0f}ms from:{path}",
             "resumed",
@@ -1791,40 +1762,31 @@ class Run:
         self.clock.start()
         averaged = self.average.apply()
         self.optimizer.sync_banks()
-        calibration, times = self.calibrate(steps) if steps else ({}, [])
+        begun = self.clock.elapsed()
+        calibration = self.calibrate(steps) if steps else {}
         self.clock.pause()
         if steps:
-            seconds, took = self.clock.elapsed(), sum(times)
+            seconds = self.clock.elapsed()
             self.log(
-                f"calibration: {len(times)} of {len(steps)} batches took {1000 * took:.0f}ms "
+                f"calibration: {len(steps)} batches took {1000 * (seconds - begun):.0f}ms "
                 f"train_time:{1000 * seconds:.0f}ms",
                 "calibration",
-                batches=len(times),
+                batches=len(steps),
                 train_seconds=seconds,
-                wall_seconds=took,
+                wall_seconds=seconds - begun,
             )
         return averaged, calibration
 
-    def calibrate(self, steps: range) -> tuple[Tensors, list[float]]:
-        """(`Calibration.sums` over the batches of these steps on all ranks; seconds of each batch).
-        If another batch might end after the time limit, the sums so far are scaled up."""
-        times = []
+    def calibrate(self, steps: range) -> Tensors:
+        """`Calibration.sums` over the batches of these steps on all ranks."""
         collected = Calibration(self.model, len(steps) * self.hp.train_batch_tokens)
         for step in steps:
-            started = perf_counter()
             for rows in self.loader.batch(step).chunk(self.accumulation):
                 collected.add(rows)
-            self.runtime.synchronize()
-            times.append(max(self.comm.gather(perf_counter() - started)))
-            if self.comm.broadcast(self.clock.elapsed()) + max(times) > self.clock.cap:
-                break
-            left = sum(times) * (len(steps) / len(times) - 1)
-            if left > 5:
-                self.log(f"calibration: {len(times)} of {len(steps)} batches, {left:.0f} s left")
         for total in collected.sums.values():
-            self.comm.all_reduce(total.mul_(len(steps) / len(times)))()
+            self.comm.all_reduce(total)()
         self.runtime.synchronize()
-        return dict(collected.sums), times
+        return dict(collected.sums)
 
     def warm_up(self):
         """Run the graphs and collectives of the run before its clock starts, then restore all
@@ -1839,13 +1801,12 @@ class Run:
         before = [tensor.clone() for tensor in state]
         *_, last = phases(hp)  # with all parts
         rows = self.loader.batch(0).chunk(self.accumulation)[0]
-        config, comm, log = self.config(last), self.comm, self.log
-        check = partial(check_kernels, self.forward, self.model, rows, config, comm, log)
-        graphs = {"check:gradients": check}
+        self.log("warmup: compiling gradients", "graph", name="gradients")
+        check_kernels(self.forward, rows, self.config(last), self.comm, self.log)
         for kind in phases(hp):
-            name = f"qat:{kind.qat:d} seq_len:{kind.seq_len} looping:{kind.looping:d}"
-            graphs[name] = partial(self.train_step, 0, kind)
-        compile_graphs(graphs, "step", self.log)
+            name = f"step qat:{kind.qat:d} seq_len:{kind.seq_len} looping:{kind.looping:d}"
+            self.log(f"warmup: compiling {name}", "graph", name=name)
+            self.train_step(0, kind)
         for _ in range(1, hp.warmup_steps):
             self.train_step(0, last)
         passes = final_passes(hp)
@@ -1863,8 +1824,9 @@ class Run:
         """Reserve time for calibration, as the slowest rank measures it."""
         cap = self.hp.max_wallclock_seconds
         self.calibrate(range(1))  # loads kernels
-        _, [seconds] = self.calibrate(range(1))
-        reserve = 1.1 * self.hp.gptq_batches * seconds
+        begun = perf_counter()
+        self.calibrate(range(1))
+        reserve = 1.1 * self.hp.gptq_batches * max(self.comm.gather(perf_counter() - begun))
         require(
             reserve < cap,
             f"MAX_WALLCLOCK_SECONDS={cap:g} is less than the {reserve:.1f} s for calibration: "
@@ -1966,9 +1928,6 @@ class Evaluator:
         hp, device = self.hp, self.runtime.device
         self.window = sum(band_block(hp)) if self.config.band else hp.eval_seq_len
         self.rows = eval_rows(hp, self.runtime, self.window)
-        if hp.doc_attention:  # the second width is that of SGD's sequences
-            widths = self.window, min(hp.eval_seq_len, hp.ttt_chunk_tokens)
-            check_documents(self.val.documents, widths, self.runtime.attention)
         self.nats = torch.full((self.val.targets + 1,), math.nan, device=device)
         self.count = torch.tensor(0, device=device)  # int64
         self.started = self.reported = perf_counter()
@@ -1981,15 +1940,12 @@ class Evaluator:
         """The windows (3, N) over the packed stream."""
         return plan_windows([(0, self.val.targets)], self.window, self.stride)
 
-    def warm_up(self) -> Graphs:
-        """What scores a batch of each shape on each rank, so that nothing compiles while an
-        evaluation is timed: of the first window, which has most targets, and of the last."""
+    def warm_up(self):
+        """Score a batch of each shape on each rank, so that nothing compiles while an evaluation is
+        timed: of the first window, which has most targets, and of the last."""
         batch = self.runtime.comm.size * self.rows
-        windows = self.windows()
-        return {
-            f"window:{name}": partial(self.score, windows[:, [place] * batch])
-            for name, place in (("first", 0), ("last", -1))
-        }
+        for place in (0, -1):
+            self.score(self.windows()[:, [place] * batch])
 
     @torch.no_grad()
     def score(self, windows: ndarray):
@@ -2030,31 +1986,20 @@ class Evaluator:
         return nats, counts
 
     def log_progress(self):
-        """The score so far on this rank, which synchronises with the device."""
+        """How far this rank is, which synchronises with the device."""
         self.reported = perf_counter()
-        total, _, nbytes, visited = self.sums().tolist()
-        bpb = total / math.log(2) / max(nbytes, 1)
-        done = max(1e-9, min(1.0, visited * self.runtime.comm.size / self.val.targets))
+        done = max(1e-9, min(1.0, self.count.item() * self.runtime.comm.size / self.val.targets))
         eta = (self.reported - self.started) * (1 / done - 1)
-        self.log(
-            f"evaluating stride:{self.stride} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s",
-            done=done,
-        )
-
-    def sums(self) -> Tensor:
-        """(nats, targets with a finite loss, their bytes, targets visited) of this rank, (4,)."""
-        nats = self.nats[:-1]
-        finite = nats.isfinite()
-        nbytes = (self.val.nbytes * finite).sum()  # int64
-        total = nats.where(finite, 0).sum(dtype=torch.float64)
-        return torch.stack([v.double() for v in (total, finite.sum(), nbytes, self.count)])
+        self.log(f"evaluating stride:{self.stride} done:{done:.1%} eta:{eta:.0f}s", done=done)
 
     def result(self) -> Score:
         """The score over all ranks. Raises UserError if a loss is not finite, RuntimeError if a
         target was not scored or scored twice."""
-        totals = self.sums()
-        self.runtime.comm.all_reduce(totals)()
-        total, finite, _, visited = totals.tolist()
+        nats = self.nats[:-1]  # NaN: not scored here
+        total = nats.nansum(dtype=torch.float64)
+        sums = torch.stack((total, nats.isfinite().sum(), self.count))
+        self.runtime.comm.all_reduce(sums)()
+        total, finite, visited = sums.tolist()
         targets, nbytes = self.val.targets, self.val.total_bytes
         require(
             finite == targets or visited != targets,
@@ -2082,11 +2027,8 @@ def out_of_time(scorer: Evaluator) -> bool:
 def score_rest(scorer: Evaluator, windows: ndarray):
     """Score these windows, which EVAL_MAX_SECONDS left over, with the model as it is."""
     _start, first, stop = windows
-    done = 1 - (stop - first).sum() / scorer.val.targets
-    scorer.log(
-        f"ttt: EVAL_MAX_SECONDS={scorer.hp.eval_max_seconds:g} was reached after "
-        f"{100 * done:.1f}% of the text; the rest is scored with fixed weights"
-    )
+    left = (stop - first).sum() / scorer.val.targets
+    scorer.log(f"ttt: EVAL_MAX_SECONDS are over: {left:.1%} of the text has fixed weights")
     scorer.score(windows)
 
 
@@ -2100,11 +2042,6 @@ def ttt_sgd(scorer: Evaluator):
     _start, first, _stop = windows
     edges = np.searchsorted(first, range(size, targets, size))
     *chunks, last = np.split(windows, edges, 1)
-    if not chunks:
-        scorer.log(
-            f"note: TTT_CHUNK_TOKENS={size} covers the whole text of {targets} targets, "
-            "so SGD learns nothing: lower it"
-        )
     views = [p.detach().view(-1) for p in scorer.forward.parameters()]
     # In fp32, as bf16 would lose the steps.
     weights = torch.cat(views).float()
@@ -2145,9 +2082,10 @@ def sgd_gradients(scorer: Evaluator, begin: int) -> Tensor:
     return total * (1 / (vector_norm(total) + 1e-6)).clamp(max=1)
 
 
-def warm_up_sgd(scorer: Evaluator) -> Graphs:
-    """Windows of each shape, and the gradients of a chunk."""
-    return scorer.warm_up() | {"part:gradients": partial(sgd_gradients, scorer, 0)}
+def warm_up_sgd(scorer: Evaluator):
+    """Compile windows of each shape, and the gradients of a chunk."""
+    scorer.warm_up()
+    sgd_gradients(scorer, 0)
 
 
 LORA_BETA2, LORA_EPS = 0.99, 1e-10  # of AdamW without a first moment (#2135)
@@ -2282,15 +2220,16 @@ def lora_update(
         squares[name][index] = square
 
 
-def warm_up_lora(scorer: Evaluator) -> Graphs:
-    """A step of each shape, on one document as long as the longest; windows, if a limit may come."""
+def warm_up_lora(scorer: Evaluator):
+    """Compile a step of each shape, on one document as long as the longest; windows, if a limit may
+    come."""
     hp, longest = scorer.hp, np.ptp(scorer.val.spans(), 1).max()
     state = LoraState(np.array([[0, longest]]), lora_adapter(hp, scorer.runtime.device))
     shapes = {lora_shape(scorer, *chunk): chunk for chunk in lora_chunks(hp, longest)}
-    return (scorer.warm_up() if hp.eval_max_seconds else {}) | {
-        "documents:{} width:{} losses:{}".format(*shape): partial(lora_step, scorer, state, *chunk)
-        for shape, chunk in shapes.items()
-    }
+    for chunk in shapes.values():
+        lora_step(scorer, state, *chunk)
+    if hp.eval_max_seconds:
+        scorer.warm_up()
 
 
 # ---- Final scores --------------------------------------------------------------------------------
@@ -2300,7 +2239,7 @@ class Pass(NamedTuple):
     config: ForwardConfig
     stride: int  # between windows
     score: Callable = Evaluator.score_windows
-    warm_up: Callable = Evaluator.warm_up  # what compiles each graph of `score`, by name
+    warm_up: Callable = Evaluator.warm_up  # compiles what `score` runs
 
     def run(self, make_scorer: Callable, log: Log, name: str) -> Score:
         """Score every target of the stream once, with the model as it is."""
@@ -2332,19 +2271,11 @@ def final_passes(hp: Hyperparameters) -> dict[str, Pass]:
     return passes
 
 
-def compile_graphs(graphs: Graphs, what: str, log: Callable):
-    """Call what compiles each graph, after a line that names it: slow looks like stuck."""
-    for done, (name, call) in enumerate(graphs.items()):
-        line = f"warmup: {what} {done + 1}/{len(graphs)} {name}"
-        log(line, "graph", name=f"{what} {name}", done=done / len(graphs))
-        call()
-
-
 def warm_up_evaluation(make_scorer: Callable, passes: dict[str, Pass], log: Callable):
     """Compile what these passes run."""
     for name, scoring in passes.items():
-        graphs = scoring.warm_up(make_scorer(scoring.config, scoring.stride))
-        compile_graphs(graphs, name, log)
+        log(f"warmup: compiling {name}", "graph", name=name)
+        scoring.warm_up(make_scorer(scoring.config, scoring.stride))
 
 
 def score_artifact(make_scorer: Callable, hp: Hyperparameters, log: Log, prepared: float) -> str:
@@ -2364,7 +2295,7 @@ def score_artifact(make_scorer: Callable, hp: Hyperparameters, log: Log, prepare
 
 
 # ---- Quantisation: weights -> integer codes and a step per row -----------------------------------
-# N matrices (out, in) of one shape are rounded together: the layers of one kind, or of k and v.
+# The N matrices (out, in) of one kind, one of each layer, are rounded together.
 FINEST = 0.0001  # nats per token that the finest steps cost, by calibration
 SEGMENT = 64  # rows of a column that share a path through the trellis; paths run side by side
 
@@ -2635,26 +2566,23 @@ def cost_of_rows(squares: Tensor) -> Tensor:
     return squares + 0.05 * squares.mean(1, keepdim=True) + 1e-30
 
 
-Quantisers = dict[tuple[str, ...], Quantiser]  # by the names of the kinds that each one rounds
+Quantisers = dict[str, Quantiser]  # by the name of the kind of matrix that each one rounds
 
 
 def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors) -> Quantisers:
     """The quantisers of all matrices, in file order. Each rank makes all of them. `calibration` has
-    the sums of `Calibration`, or is {}. Kinds of one bank and shape, such as k and v, are rounded
-    together, which takes hardly longer than one of them."""
+    the sums of `Calibration`, or is {}."""
     for name, tensor in (weights | calibration).items():
         require(tensor.isfinite().all(), f"{name} is not finite: lower the learning rates")
-    matrices = [(kind, view) for kind, _, view in artifact_tensors(weights) if kind]
     quantisers = {}
-    for _, group in itertools.groupby(matrices, key=lambda pair: (pair[0].bank, pair[1].shape)):
-        kinds, views = zip(*group, strict=True)
-        eye = torch.ones_like(views[0][:, 0]).diag_embed()  # (N, in, in)
-        hessian = torch.cat([calibration.get(kind.hessian, eye) for kind in kinds])
-        squares = [calibration[f"{kind.name}.cost"] for kind in kinds if calibration]
-        cost = cost_of_rows(torch.cat(squares)) if squares else None
-        rule = RULES[hp.rounding][not kinds[0].bank]
-        names = tuple(kind.name for kind in kinds)
-        quantisers[names] = Quantiser(torch.cat(views), hessian, cost, hp.trellis, rule)
+    for kind, name, view in artifact_tensors(weights):
+        if kind:
+            # Without a calibration, or of a table that is only looked up
+            eye = torch.ones_like(view[:, 0]).diag_embed()  # (N, in, in)
+            hessian = calibration.get(kind.hessian, eye)
+            cost = cost_of_rows(calibration[f"{name}.cost"]) if calibration else None
+            rule = RULES[hp.rounding][not kind.bank]
+            quantisers[name] = Quantiser(view, hessian, cost, hp.trellis, rule)
     return quantisers
 
 
@@ -2692,30 +2620,16 @@ def artifact_tensors(weights: Tensors) -> Iterator[tuple[MatrixKind | None, str,
             yield tables.get(name), name, tensor[None] if name in tables else tensor
 
 
-def encode_codes(codes: ndarray, coder: str = "ans") -> bytes:
-    """The codes (N, out, in) in a stream, which has been decoded once."""
-    encode, decode = CODERS[coder]
-    stream = encode(codes)
-    require(
-        np.array_equal(decode(stream, codes.shape), codes),
-        f"the coder {coder} reads other codes than it wrote: update its package",
-    )
-    return stream
-
-
 def round_matrices(
     quantisers: Quantisers, hp: Hyperparameters, loss: float, comm: Comm
 ) -> dict[str, tuple[bytes, Tensor, float]]:
     """Collective. By name (coded codes, steps, what rounding is expected to cost). The quantisers
     are dealt to the ranks."""
-    coded = {}
-    for names, quantiser in list(quantisers.items())[comm.rank :: comm.size]:
+    coded, encode = {}, CODERS[hp.compressor][0]
+    for name, quantiser in list(quantisers.items())[comm.rank :: comm.size]:
         codes, steps, expected = quantiser.on_host().round(loss)
-        parts = codes, steps.to(quantiser.rule.step_type), expected
-        by_kind = (part.chunk(len(names)) for part in parts)  # the layers of each in turn
-        for name, codes_of, steps_of, expected_of in zip(names, *by_kind, strict=True):
-            stream = encode_codes(codes_of.numpy(), hp.compressor)
-            coded[name] = stream, steps_of, float(expected_of.sum())
+        steps = steps.to(quantiser.rule.step_type)
+        coded[name] = encode(codes.numpy()), steps, float(expected.sum())
     return dict(collections.ChainMap(*comm.gather(coded)))
 
 
@@ -2738,10 +2652,6 @@ def pack_artifact(
             stream, values, total = rounded[name]
             expected[name] = total / count  # as `Calibration` counts each weight as all of them
             streams.append(stream)
-        require(
-            values.isfinite().all(),
-            f"{name} has values that fp16 cannot hold, beyond 65504: lower the learning rates",
-        )
         plain.append(values.view(torch.int16).cpu().numpy().ravel())
     first, *_ = quantisers.values()  # all are calibrated, or none
     header = {
@@ -2818,21 +2728,16 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
         f"its format has version {header['version']!r}, not {ARTIFACT_VERSION}: "
         "score it with the script that made it",
     )
-    unknown = header["knobs"].keys() - set(map(str.upper, knobs_with("model", "score")))
+    unknown = set(map(str.lower, header["knobs"])) - {*knobs_with("model", "training", "score")}
+    names = " ".join(sorted(unknown)).upper()
     require(
         not unknown,
-        f"this script has no knob {' '.join(sorted(unknown))} of a model or score: use the one that "
-        "made it",
+        f"this script has no knob {names} of a model or score: use the one that made it",
     )
     hp = Hyperparameters.from_env(header["knobs"])  # a younger knob has its default
-    require(header["coder"] in CODERS, "its coder is unknown")
     names = [name for kind, name, _ in artifact_tensors(meta_parameters(hp)) if kind]
-    sizes, stream = header["code_bytes"], io.BytesIO(codes)
-    require(
-        len(sizes) == len(names) and sum(sizes) == len(codes),
-        "its tensors are not those of its model",
-    )
-    return header, hp, dict(zip(names, map(stream.read, sizes), strict=True)), values
+    sizes = map(io.BytesIO(codes).read, header["code_bytes"])
+    return header, hp, dict(zip(names, sizes, strict=True)), values
 
 
 def load_artifact(blob: bytes) -> Tensors:
@@ -2853,13 +2758,12 @@ def load_artifact(blob: bytes) -> Tensors:
             view.copy_(rows * steps.float())
         else:
             view.copy_(part.view(torch.float16).view_as(view))
-        require(view.isfinite().all(), f"{name} has values that are not finite")
     return weights
 
 
 def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparameters]:
-    """The file's bytes, and the knobs in it and in `environ`, which may set those of the score
-    otherwise. Raises UserError if it is invalid or model or tokenizer differ from the
+    """The file's bytes, and the knobs in it and in `environ`, which may set those that are not of the
+    model otherwise. Raises UserError if it is invalid or model or tokenizer differ from the
     artifact's."""
     with reading_artifact(path):
         blob = read_small(path)
@@ -2896,7 +2800,6 @@ def reading_artifact(path: str | Path) -> AbstractContextManager:
 def train_and_score(hp: Hyperparameters):
     """The whole run: train, average, export, reload, score."""
     require_exportable(hp)
-    require_data(hp, "val", "train")
     with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
         run = prepare(hp, runtime, log)
         with run.checkpoints.writer:  # waits for the file that is being written
@@ -2961,7 +2864,6 @@ def evaluate_only(environ: dict[str, str], path: str):
     with reading_artifact(path):
         weights = load_artifact(blob)
     loaded = perf_counter() - started
-    require_data(hp, "val")
     with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
         log.require_unused()
         log.header(runtime)
@@ -2971,9 +2873,6 @@ def evaluate_only(environ: dict[str, str], path: str):
         forward = compile_blocks(model.to(runtime.device), runtime.compiled)
         make_scorer = partial(Evaluator, forward, val, hp, runtime)
         warm_up_evaluation(make_scorer, final_passes(hp), log)
-        rows = val.tokens.unfold(0, hp.eval_seq_len + 1, hp.eval_seq_len)[:2]
-        # Eager: windows need no compiled backward.
-        check_kernels(model, model, rows, ForwardConfig(hp.layer_order()), runtime.comm, log)
         model.load_state_dict(weights)
         total = len(blob) + CODE_BYTES
         log.finish(score_artifact(make_scorer, hp, log, val.seconds + loaded), total)
@@ -2990,30 +2889,13 @@ def require_exportable(hp: Hyperparameters):
         f"TARGET_BYTES={hp.target_bytes} is no more than the {CODE_BYTES} bytes of the script: "
         "raise it, or pack the script (tools/pack_code.py)",
     )
-    trained, loaded = (
-        {(name, like.shape) for name, like in meta_parameters(knobs).items()}
-        for knobs in (hp, Hyperparameters.from_env(hp.stored()))
-    )
-    names = " ".join(sorted(dict(trained ^ loaded)))
-    require(
-        not names,
-        f"{names} depends on a knob that the artifact does not store: declare that knob with the "
-        'role "model"',
-    )
+    meta_parameters(hp)
 
 
 def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> Run:
     """The run, warmed up and, with RESUME, restored. What would fail it later fails here."""
     log.require_unused()
-    if runtime.comm.rank == 0:
-        require_space(hp)
     path, state, tensors, notes = find_checkpoint(hp, runtime.comm)  # guarded by the log's lock
-    _, hidden, _ = bank_shape("mlp_bank", hp)
-    if hidden % 64:  # 2,457 took 30 % more time for 9 % more work (#1646)
-        notes.append(
-            f"the MLP has {hidden} hidden units, no multiple of 64, which is slow on GPUs: change "
-            "MLP_MULT"
-        )
     log.header(runtime, notes, resumed=path is not None)
     val = read_validation(hp, runtime.device, log)
     run = Run(hp, runtime, log, val)
@@ -3051,7 +2933,13 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
         f"kept as {path}; {max_bytes} are available; make the model smaller",
     )
     if expected := open_artifact(blob)[0]["expected_loss"]:  # which also checks the header
-        log_rounding(run, 8 * len(blob) / count, expected, len(blob) > 0.99 * max_bytes)
+        bits, nats = 8 * len(blob) / count, sum(expected.values())
+        log(
+            f"export: {bits:.2f} bits per weight, expected loss of rounding {nats:.4f} nats",
+            "rounding",
+            bits_per_weight=bits,
+            expected_loss=expected,
+        )
     total = len(blob) + CODE_BYTES
     digest = hashlib.sha256(blob).hexdigest()
     log(  # "int6": the challenge's word
@@ -3063,25 +2951,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
         code_bytes=CODE_BYTES,
         wall_seconds=perf_counter() - started,
     )
-    log.kept = f"EVAL_ONLY={shlex.quote(str(path))} scores the artifact"
     return blob, total
-
-
-def log_rounding(run: Run, bits: float, expected: dict[str, float], full: bool):
-    """Log what rounding is expected to cost, and advice if bytes limit the model."""
-    nats = sum(expected.values())
-    run.log(
-        f"export: {bits:.2f} bits per weight, expected loss of rounding {nats:.4f} nats",
-        "rounding",
-        bits_per_weight=bits,
-        expected_loss=expected,
-    )
-    bpb = nats / math.log(2) * run.val.targets / run.val.total_bytes
-    if full and not 0.004 <= bpb <= 0.010:
-        run.log(
-            f"note: that is {bpb:.4f} bits per byte: {'more' if bpb < 0.004 else 'fewer'} weights "
-            "would probably pay (below 0.004 more, above 0.010 fewer; estimated from small models)"
-        )
 
 
 def keep_artifact(blob: bytes, log: Log) -> Path:
@@ -3090,7 +2960,7 @@ def keep_artifact(blob: bytes, log: Log) -> Path:
     path = log.artifact
     try:
         for name in (path, ARTIFACT):
-            with replacing(name) as unfinished:
+            with replacing(name, path.name) as unfinished:  # another run may write ARTIFACT, too
                 unfinished.write_bytes(blob)
     except UserError as error:
         with writing("to the temporary folder"):
@@ -3197,22 +3067,6 @@ class TokenStream:
         return np.concatenate(pieces)
 
 
-def require_data(hp: Hyperparameters, *splits: str):
-    """Raise UserError, before a log is opened, if shards or tokenizer are missing or not of each
-    other, or if a run that needs documents finds none."""
-    needed = hp.doc_attention or (hp.ttt_enabled and hp.ttt_mode == "lora")
-    for split in splits:
-        stream = TokenStream(hp.data_path, split, hp.vocab_size)
-        tokens = stream.read(0, min(len(stream), 1 << 20))
-        require(
-            BOS in tokens or not needed,
-            f"DOC_ATTENTION=1 and TTT_MODE=lora need documents, but {stream.paths[0]} does not "
-            f"mark where they begin (token {BOS}): tokenize the text again",
-        )
-    ByteCounter(hp.tokenizer_path, hp.vocab_size)
-    check_manifest(hp.data_path, hp.tokenizer_path)
-
-
 @lru_cache(maxsize=1)
 def shuffled(blocks: int, *seeds: int) -> ndarray:
     """A permutation (blocks,) of the blocks of the data."""
@@ -3261,10 +3115,6 @@ class TrainingLoader:
         hp, first = self.hp, step * self.step_rows + self.runtime.comm.rank * self.rows
         count = hp.train_seq_len + 1
         rows = [self.stream.read(self.start(first + i), count) for i in range(self.rows)]
-        for tokens in rows if hp.doc_attention else ():
-            widths = hp.train_seq_len // hp.short_seq_parts, hp.train_seq_len
-            begins = np.flatnonzero(tokens == BOS)
-            check_documents(begins, widths, self.runtime.attention, hp.doc_len)
         return torch.from_numpy(np.stack(rows))
 
     def start(self, number: int) -> int:
@@ -3554,6 +3404,12 @@ def read_validation(
         f"EVAL_SEQ_LEN={hp.eval_seq_len}: lower it",
     )
     tokens = stream.read(0, len(stream))
+    needed = hp.doc_attention or (hp.ttt_enabled and hp.ttt_mode == "lora")
+    require(
+        BOS in tokens or not needed,
+        f"DOC_ATTENTION=1 and TTT_MODE=lora need documents, but DATA_PATH={hp.data_path} does not mark "
+        f"where they begin (token {BOS}): tokenize the text again",
+    )
     val = Validation(tokens, count_bytes(hp, tokens, log), device)
     if hp.canonical_mask:
         # Never from the validation text itself: its end would change the losses before it (C1).
@@ -3734,10 +3590,10 @@ CODERS = {
 
 # ---- Log and files -------------------------------------------------------------------------------
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Atomic write: yields a temporary path of its own, then fsync and rename. A crash leaves the
-    old file or the complete new one."""
-    unfinished = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")
+def replacing(path: Path, name: str = "") -> Iterator[Path]:
+    """Atomic write: yields a temporary path beside it, `name`.partial, then fsync and rename. A crash
+    leaves the old file or the complete new one."""
+    unfinished = path.with_name(f"{name or path.name}.partial")
     with writing(path):
         try:
             yield unfinished
@@ -3776,7 +3632,6 @@ class Log(AbstractContextManager):
         self.artifact = folder / f"{self.name}.npz"
         self.started = perf_counter()
         self.failure = ""  # the first failed write, and what to do
-        self.kept = ""  # how to go on from what is kept, if the run ends early
         self.begun = False  # the log is of this run, not of an earlier one
         self.files = []
         self.terminal = comm.rank == 0 and sys.stdout.isatty()
@@ -3791,15 +3646,11 @@ class Log(AbstractContextManager):
         # A file system may have no locks. They are released when this process ends.
         with suppress(OSError), as_user_error(busy, "wait or set another", BlockingIOError):
             fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for unfinished in folder.glob(f"{glob.escape(self.artifact.name)}.????????.partial"):
-                unfinished.unlink()  # of a killed run
 
     def __exit__(self, kind, error, trace):
         """Remove the bar from the terminal and write what ended the run."""
         self.show("")
         if self.begun and error:
-            if self.kept:
-                self(f"note: {self.kept}")
             self(f"error: {error_message(error)}", console=False)
 
     def __call__(
@@ -3876,8 +3727,7 @@ class Log(AbstractContextManager):
             started=started,
             hyperparameters=vars(self.hp),
         )
-        slow = ["compiling takes minutes the first time"] * runtime.compiled
-        for note in (*runtime.notes, *notes, *slow):
+        for note in (*runtime.notes, *notes):
             self(f"note: {note}")
         require(not self.failure, self.failure)
 
@@ -3952,7 +3802,6 @@ class Checkpoints:
             for older in before[:-1]:
                 older.unlink()
             self.log(f"checkpoint: step:{step} {path}", "checkpoint", step=step)
-            self.log.kept = f"RESUME=auto continues from {path}"
         except (ValueError, OSError) as error:
             self.log(f"note: there is no checkpoint of step {step}: {error}")
 
@@ -4003,8 +3852,7 @@ def find_checkpoint(
 
 
 def require_same_run(hp: Hyperparameters, path: Path, metadata: dict):
-    """Raise UserError if knobs differ that must not, or the number of training tokens, from which
-    their order follows. A knob younger than the file has its default."""
+    """Raise UserError if knobs differ that must not. A knob younger than the file has its default."""
     now = vars(hp)
     then = vars(Hyperparameters()) | metadata["hyperparameters"]
     unlike = [
@@ -4017,35 +3865,6 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict):
         f"{path} is of another run, with {', '.join(unlike)}: set the same, or another RUN_ID; "
         f"only these may change: {' '.join(knobs_with('score', 'run')).upper()}",
     )
-    tokens = len(TokenStream(hp.data_path, "train", hp.vocab_size))
-    before = metadata.get("train_tokens", tokens)  # not in the first of this version
-    require(
-        tokens == before,
-        f"{path} has trained on shards of {before} tokens, but those in DATA_PATH={hp.data_path} "
-        f"have {tokens}, so their order would change: move added shards away, restore removed "
-        "ones, or set another RUN_ID",
-    )
-
-
-def require_space(hp: Hyperparameters):
-    """Raise UserError if a disk has no room for log, artifact and checkpoints. A folder may be a
-    link to another disk."""
-    weights = count_numbers(meta_parameters(hp).values())
-    # The artifact, 2 bytes per weight, and its copy
-    needs = dict.fromkeys((Path("logs"), Path.cwd()), (1 << 24) + 2 * weights)
-    if hp.checkpoint_every:
-        # Up to four fp32 numbers per weight; two are kept while a third is written.
-        folder = CHECKPOINTS / hp.run_id
-        kept = len(list(folder.glob(CHECKPOINT_FILES)))
-        needs[folder] = max(1, 3 - kept) * ((1 << 20) + 16 * weights)
-    for folder, need in needs.items():
-        place = next(filter(Path.exists, Path(os.path.realpath(folder / "file")).parents))
-        free = shutil.disk_usage(place).free
-        require(
-            free >= need,
-            f"{folder}: the disk has {free >> 20} MiB of free space, but the run may need "
-            f"{need >> 20}: free some, or start it in another folder",
-        )
 
 
 # ---- Ranks and devices: rank, device, dtype and compiler, each decided once and logged -----------
@@ -4152,13 +3971,15 @@ class Runtime:
         """Set up the process group, device, dtype and kernels; shut down cleanly when the body
         succeeds."""
         device = choose_device(hp.device)
-        choose_deterministic(hp.deterministic or device.type == "cpu")
+        if device.type == "cpu":  # runs repeat bit for bit
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # a check that costs time
         comm = join_ranks(hp, device)
         dtype = choose_dtype(hp.compute_dtype, device)
-        eager = hp.eval_only and device.type == "cpu" and hp.compile == "auto"
-        compiled, notes = choose_compile("0" if eager else hp.compile, device)
+        pays = device.type == "cuda" or not hp.eval_only
+        compiled = pays if hp.compile == "auto" else hp.compile == "1"
         micro = hp.micro_batch_tokens or MICRO_BATCH[device.type]
-        yield choose_kernels(hp, cls(comm, device, dtype, compiled, micro, notes))
+        yield choose_kernels(hp, cls(comm, device, dtype, compiled, micro))
         # Not in a `finally`: a barrier would wait for dead ranks.
         if comm.size > 1:
             call_collective(dist.barrier)
@@ -4183,24 +4004,14 @@ class Runtime:
         return (
             f"runtime: ranks:{comm.size} mesh:{comm.replicate.size}x{comm.shard.size} "
             f"device:{self.device_name()} compute_dtype:{dtype} attention:{self.attention} "
-            f"mlp:{self.mlp} compile:{self.compiled:d}"
+            f"fused_mlp:{self.fused_mlp is not None:d} compile:{self.compiled:d}"
         )
-
-    @property
-    def mlp(self) -> str:
-        return "fused" if self.fused_mlp else "plain"
 
 
 def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
     """All ranks that the launcher has started, as torchrun sets the environment. Blocks."""
     comm = Comm(launched("RANK", 0), launched("WORLD_SIZE", 1))
     if comm.size > 1:
-        # A restart would share the store with dead ranks (pytorch #135712).
-        require(
-            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
-            "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: set it",
-        )
         backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         with as_user_error(
             f"WORLD_SIZE={comm.size}: the ranks cannot meet",
@@ -4248,29 +4059,6 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def choose_deterministic(wanted: bool):
-    """Let runs repeat bit for bit. Otherwise threads add an embedding's gradients in the order in
-    which they arrive."""
-    torch.use_deterministic_algorithms(wanted)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a check that costs time
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
-
-
-def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, ...]]:
-    """(compile or not, notes). Where nothing can be compiled a CPU runs eagerly. On a GPU, which
-    would be much slower, that is a UserError."""
-    if wanted != "auto":
-        return wanted == "1", ()
-    try:
-        torch.compile(lambda x: x + 1)(torch.ones(1, device=device))
-    except Exception as error:  # such as a missing compiler, Triton or Python.h (python3-dev)
-        failed = f"torch.compile failed ({error_message(error)})"
-        require(device.type == "cpu", f"{failed}: mend it, or set COMPILE=0, which is slow")
-        return False, (f"not compiled, which is slower: {failed}",)
-    return True, ()
-
-
 def compile_whole(function: Callable, compiled: bool) -> Callable:
     """`function` compiled, one graph per set of shapes and constants; unchanged if not `compiled`. A
     print or a breakpoint in it is an error: set COMPILE=0 to debug."""
@@ -4293,9 +4081,6 @@ AGREEMENT = 0.15
 # Attention kernels are slower, or wrong, at lengths that are no multiple of this (pytorch #171627,
 # #196678).
 TILE = 128
-# From this length on FlashAttention 3 is the fastest. At 512 tokens cuDNN takes 1.18 ms for what it
-# does in 1.35 (measured, H100).
-FA3_LENGTH = 2048
 
 
 def round_up(length: int) -> int:
@@ -4304,14 +4089,11 @@ def round_up(length: int) -> int:
 
 
 def choose_kernels(hp: Hyperparameters, runtime: Runtime) -> Runtime:
-    """Collective. The runtime with the kernels asked for, or with the fastest that all ranks have.
+    """Collective. The runtime with the kernels asked for, or with the first that all ranks have.
     Raises UserError if there is none."""
-    device, names = runtime.device, [hp.attention]
+    device, names, notes = runtime.device, [hp.attention], []
     if hp.attention == "auto":
-        long = hp.train_seq_len >= FA3_LENGTH or hp.doc_attention or hp.attn_window
-        names = ["fa3", "cudnn", "sdpa"] if long else ["cudnn", "fa3", "sdpa"]
-        names = names if device.type == "cuda" else ["sdpa"]
-    notes = []
+        names = ["fa3", "cudnn", "sdpa"] if device.type == "cuda" else ["sdpa"]
     for name in names:
         missing = next(filter(None, runtime.comm.gather(why_not(name, hp, runtime))), "")
         if not missing:
@@ -4326,7 +4108,7 @@ def choose_kernels(hp: Hyperparameters, runtime: Runtime) -> Runtime:
         attention=name,
         attend=load_attention(name),
         fused_mlp=load_fused_mlp(hp.mlp_slope, device) if fused and is_hopper(device) else None,
-        notes=(*runtime.notes, *notes),
+        notes=tuple(notes),
     )
 
 
@@ -4362,62 +4144,46 @@ def plain_attention(
     return torch.utils.checkpoint.checkpoint(attend, q, k, v, band, document, use_reentrant=False)
 
 
-def check_kernels(
-    forward: GPT, eager: GPT, rows: Tensor, config: ForwardConfig, comm: Comm, log: Callable
-):
+def check_kernels(forward: GPT, rows: Tensor, config: ForwardConfig, comm: Comm, log: Callable):
     """Collective. Raise UserError unless `forward`, as the run compiles it, computes the loss of rows
-    (B, T + 1) and its gradients as the plain form does in fp32, on all ranks. `eager` tries a band,
-    which no training has. The parameters are changed: zeros and saturated gates would hide the
-    gradients behind them."""
+    (B, T + 1) and its gradients as the plain form does in fp32, on all ranks. The parameters are
+    changed: zeros and saturated gates would hide the gradients behind them."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in forward.parameters():
             size = parameter.shape[-1:].numel() ** -0.5
             parameter.lerp_(size * torch.randn_like(parameter), 0.5)
-    plain = GPT(eager.hp, plain_attention, torch.float32).to(rows.device)
-    plain.load_state_dict(eager.state_dict())
-    errors = gradient_errors(forward, plain, rows, config)
-    if eager.hp.eval_mode == "banded":
-        quarter = rows.size(1) // 4
-        config = config._replace(band=quarter // TILE * TILE or quarter)
-        banded = gradient_errors(eager, plain, rows[:2], config)
-        errors |= {f"{name} with a band": error for name, error in banded.items()}
-    wrong = [f"{name} {error:.3g}" for name, error in errors.items() if not error <= 1]
+    plain = GPT(forward.hp, plain_attention, torch.float32).to(rows.device)
+    plain.load_state_dict(forward.state_dict())
+    # The first four rows, repeated: one would not show wrong strides, and errors of many rows cancel.
+    place = torch.arange(len(rows), device=rows.device) % 4
+    rows = rows.to(torch.int64)[place]  # CUDA has no index of uint16
+
+    def loss_and_gradients(model, rows):
+        loss = model(rows[:, :-1], rows[:, 1:], config=config)
+        parameters = dict(model.named_parameters())
+        gradients = torch.autograd.grad(loss, parameters.values(), materialize_grads=True)
+        return {"loss": loss.detach()} | dict(zip(parameters, gradients, strict=True))
+
+    # By row: the plain form needs much memory, and the sum would be small if rows cancel by chance.
+    exact, sizes = collections.defaultdict(float), collections.defaultdict(float)
+    for row, share in zip(rows[:4].split(1), place.bincount() / len(rows), strict=True):
+        for name, value in loss_and_gradients(plain, row).items():
+            exact[name] += share * value
+            sizes[name] += share * vector_norm(value)
+    errors = {
+        name: (vector_norm(value.float() - exact[name]) / sizes[name].clamp(min=1e-30)).item()
+        for name, value in loss_and_gradients(forward, rows).items()
+    }
+    limit = lambda name: 0.01 if name == "loss" else AGREEMENT  # noqa: E731
+    wrong = [f"{name} {error:.3g}" for name, error in errors.items() if not error <= limit(name)]
     wrong = ", ".join(sum(comm.gather(wrong), [])[:4])
     require(
         not wrong,
-        f"gradients differ from the plain form in fp32, in parts of what is allowed: {wrong}: set "
+        f"gradients differ from the plain form in fp32, by these parts of them: {wrong}: set "
         "ATTENTION=math, FUSED_MLP=0 or COMPILE=0; the one that helps is the cause",
     )
-    log(f"warmup: gradients agree with fp32, largest error {max(errors.values()):.0%} of the limit")
-
-
-def gradient_errors(
-    forward: GPT, plain: GPT, rows: Tensor, config: ForwardConfig
-) -> dict[str, float]:
-    """How far `forward`'s mean loss of rows (B, T + 1) and its gradients are from those of `plain`,
-    by parameter, as parts of what is allowed. The rows are the first four, repeated: one would not
-    show wrong strides, and the plain form needs no more."""
-    place = torch.arange(len(rows), device=rows.device) % 4
-    ids = rows.to(torch.int64)[place]  # CUDA has no index of uint16
-    x, y = ids[:, :-1], ids[:, 1:]
-
-    def loss_and_gradients(model, rows):
-        loss = model(x[rows], y[rows], config=config)
-        return loss, *torch.autograd.grad(loss, [*model.parameters()], materialize_grads=True)
-
-    parts = []  # of each row
-    for row, count in enumerate(place.bincount() / len(place)):
-        parts.append([count * part.detach() for part in loss_and_gradients(plain, [row])])
-    names = "loss", *dict(plain.named_parameters())
-    errors = {}
-    whole = loss_and_gradients(forward, slice(None))
-    for name, found, *exact in zip(names, whole, *parts, strict=True):
-        error = vector_norm(found.float() - sum(exact))
-        size = sum(map(vector_norm, exact))  # of the sum it would be small if rows cancel by chance
-        allowed = 0.01 if name == "loss" else AGREEMENT
-        errors[name] = (error / size.clamp(min=1e-30)).item() / allowed
-    return errors
+    log(f"warmup: gradients agree with fp32, to {max(errors.values()):.1%}")
 
 
 # ---- Attention: FlashAttention 3, torch's operators, plain products ------------------------------
@@ -4491,35 +4257,16 @@ def number_documents(ids: Tensor, limit: int = 0) -> Tensor:
     return begins.cumsum(1)
 
 
-def check_documents(begins: ndarray, widths: tuple, attention: str, limit: int = 0):
-    """Raise UserError if a row of one of these widths could hold more documents than `attention`
-    has room for, given where they begin in the stream, (S,) in order."""
-    for width in widths if attention == "fa3" else ():
-        most = (np.searchsorted(begins, begins + width) - np.arange(len(begins))).max(initial=0)
-        spare = most_documents(width) - most
-        require(
-            spare >= 0,
-            f"{most} documents begin within {width} positions, but with DOC_ATTENTION=1 ATTENTION="
-            f"fa3 takes {most + spare}: set ATTENTION=sdpa, which is slower, or join short "
-            "documents",
-        )
-        require(
-            not limit or width // limit <= spare,
-            f"DOC_LEN={limit} cuts rows of {width} positions into more documents than DOC_ATTENTION=1 "
-            f"with ATTENTION=fa3 takes: set DOC_LEN={width // (spare + 1) + 1} or more, or 0",
-        )
-
-
 def cu_seqlens(document: Tensor) -> Tensor:
     """Where documents (B, T) begin among the positions of all rows (cu_seqlens), int32 (S + 1,).
-    Spare ones at the end are empty. More documents than `check_documents` allows are an error of
-    indexing."""
+    Spare ones at the end are empty. More documents than `most_documents` are an error of indexing."""
     batch, time = document.shape
     positions = torch.arange(batch * time, device=document.device)
     begins = document != F.pad(document[:, :-1], (1, 0), value=-1)
     room = batch * (1 + most_documents(time))
-    bounds = torch.full((room + 1,), batch * time, device=document.device)
-    return bounds.scatter_reduce(0, begins.flatten().cumsum(0) - 1, positions, "amin").int()
+    bounds = torch.full((room,), batch * time, device=document.device)
+    bounds = bounds.scatter_reduce(0, begins.flatten().cumsum(0) - 1, positions, "amin")
+    return F.pad(bounds, (0, 1), value=batch * time).int()
 
 
 def load_attention(name: str) -> Callable:
@@ -4571,7 +4318,6 @@ def load_fa3() -> Callable:
         options = {
             "causal": True,
             "window_size": (band - 1, 0),  # -1: no limit
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         if document is None:
             out = fa3.flash_attn_func(q, k, v, **options)
@@ -4710,26 +4456,15 @@ def main():
             train_and_score(Hyperparameters.from_env(os.environ))
     except UserError as error:
         end(str(error))
-    except RuntimeError as error:
-        end(about_torch(error))
     except KeyboardInterrupt as error:
         status = 128 + signal.Signals[str(error)]
         end(f"interrupted by {error}; what was finished until then is in the log", status)
-
-
-def about_torch(error: RuntimeError) -> str:
-    """What to do about full memory or a failed compilation. Raises any other error again."""
-    if isinstance(error, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError as error:
         lower = f"set a lower MICRO_BATCH_TOKENS, such as {MICRO_BATCH['cuda'] // 2}"
-        return f"a GPU's memory is full ({error_message(error)}): {lower}"
-    if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
-        # torch has set this variable.
-        return (
-            f"torch.compile failed ({error_message(error.inner_exception)}): if a killed run left "
-            f"half a file in {os.environ.get('TORCHINDUCTOR_CACHE_DIR')} or TRITON_CACHE_DIR, delete "
-            "that folder; COMPILE=0 does without"
-        )
-    raise error
+        end(f"a GPU's memory is full ({error_message(error)}): {lower}")
+    except torch._dynamo.exc.ShortenTraceback as error:  # no C++ compiler, Triton or Python.h
+        cause = error_message(getattr(error, "inner_exception", error))
+        end(f"torch.compile failed ({cause}): set COMPILE=0, which is slower")
 
 
 if __name__ == "__main__":

@@ -29,42 +29,34 @@ import numpy as np
 import torch
 
 Codes = dict[str, np.ndarray]  # (L, out, in) int16 by name
-# Write: codes -> blobs by name; read: blobs, codes (for their shapes) -> codes
-Coder = tuple[Callable, Callable]
+Blobs = dict[str, bytes]
 
 
-def by_tensor(encode: Callable, decode: Callable) -> Coder:
-    """A coder of train_gpt.py."""
-
-    def write(codes: Codes) -> dict[str, bytes]:
-        return {name: encode(matrix) for name, matrix in codes.items()}
-
-    def read(blobs: dict[str, bytes], codes: Codes) -> Codes:
-        return {name: decode(blob, codes[name].shape) for name, blob in blobs.items()}
-
-    return write, read
+def by_tensor(encode: Callable, decode: Callable) -> tuple[Callable, Callable]:
+    """(codes -> blobs, blobs and codes, for their shapes -> codes) by a coder of train_gpt.py."""
+    return (
+        lambda codes: {name: encode(stack) for name, stack in codes.items()},
+        lambda blobs, codes: {name: decode(blobs[name], codes[name].shape) for name in codes},
+    )
 
 
-def container_399() -> Coder:
+def write_399(codes: Codes) -> Blobs:
     """One integer tensor per matrix, of one byte per code if they fit."""
+    tensors, buffer = {}, io.BytesIO()
+    for name, stack in codes.items():
+        kind = np.int8 if abs(stack).max() < 128 else np.int16
+        for layer, matrix in enumerate(stack):
+            tensors[f"{layer}.{name}"] = torch.from_numpy(matrix.astype(kind))
+    torch.save(tensors, buffer)
+    return {"all": lzma.compress(buffer.getvalue(), preset=9 | lzma.PRESET_EXTREME)}
 
-    def write(codes: Codes) -> dict[str, bytes]:
-        tensors, buffer = {}, io.BytesIO()
-        for name, stack in codes.items():
-            for layer, matrix in enumerate(stack):
-                narrow = matrix.astype(np.int8 if abs(stack).max() < 128 else np.int16)
-                tensors[f"{layer}.{name}"] = torch.from_numpy(narrow)
-        torch.save(tensors, buffer)
-        return {"all": lzma.compress(buffer.getvalue(), preset=9 | lzma.PRESET_EXTREME)}
 
-    def read(blobs: dict[str, bytes], codes: Codes) -> Codes:
-        found = torch.load(io.BytesIO(lzma.decompress(blobs["all"])))
-        return {
-            name: np.stack([found[f"{layer}.{name}"].numpy() for layer in range(len(stack))])
-            for name, stack in codes.items()
-        }
-
-    return write, read
+def read_399(blobs: Blobs, codes: Codes) -> Codes:
+    tensors = torch.load(io.BytesIO(lzma.decompress(blobs["all"])))
+    return {
+        name: np.stack([tensors[f"{layer}.{name}"].numpy() for layer in range(len(stack))])
+        for name, stack in codes.items()
+    }
 
 
 def compare_coders(path: str) -> None:
@@ -83,8 +75,9 @@ def compare_coders(path: str) -> None:
     print(f"{path}: {len(blob)} bytes, of which {rest} are not codes")
     print(f"{count} codes of {8 * entropy / count:.4f} bits, {entropy:.0f} bytes")
     coders = {name: by_tensor(*pair) for name, pair in train_gpt.CODERS.items()}
+    coders["#399"] = write_399, read_399
     table = Table("coder", bytes="11,", ratio="9.4f", write_s="9.2f", read_s="9.2f")
-    for name, (write, read) in (coders | {"#399": container_399()}).items():
+    for name, (write, read) in coders.items():
         began = time.perf_counter()
         blobs = write(codes)
         wrote = time.perf_counter()

@@ -1,48 +1,47 @@
-"""What the benchmarks share: the small model, turns between variants, another script, and the file
-of a plot."""
+"""What the benchmarks share: knobs, turns between variants, another script, tables, and the file of
+a plot."""
 
 import argparse
+import contextlib
 import importlib.util
 import json
-import re
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import train_gpt
 from program import output_file
 from train_gpt import UserError, as_user_error, require
+
+# isort: split
+import torch
 
 # 4.1 million parameters, for a CPU
 SMALL = {"NUM_LAYERS": "6", "MODEL_DIM": "256", "NUM_HEADS": "4", "NUM_KV_HEADS": "2"}
 SMALL |= {"TRAIN_SEQ_LEN": "512", "EVAL_SEQ_LEN": "512", "TRAIN_BATCH_TOKENS": "16384"}
+RANK = {"TRAIN_BATCH_TOKENS": "98304"}  # of the record's step, for one of 8 GPUs
+
+
+def knobs() -> dict[str, str]:
+    """The environment, and what it does not set: the small model, or on a GPU the record's."""
+    return (RANK if torch.cuda.is_available() else SMALL) | os.environ
 
 
 def image_file(text: str) -> Path:
     """The path of a plot, as the type of an argument; with a format that can be drawn."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise argparse.ArgumentTypeError(f"{error}: pip install -r requirements-dev.txt") from error
+    from matplotlib.backend_bases import FigureCanvasBase
+
     path, formats = output_file(text), FigureCanvasBase.get_supported_filetypes()
     if path.suffix.lower()[1:] not in formats:
         known = f"end it in one of .{', .'.join(sorted(formats))}"
         raise argparse.ArgumentTypeError(f"{text} has no known format: {known}")
     return path
-
-
-def score_of(script: ModuleType, forward: Callable, val, hp, runtime, stride: int):
-    """The score of all targets in windows `stride` apart; 0: in a banded pass."""
-    config = script.ForwardConfig(hp.layer_order(), band=0 if stride else hp.eval_seq_len)
-    step = stride or script.band_block(hp)[1]
-    scorer = script.Evaluator(forward, val, hp, runtime, config, step)
-    scorer.score(scorer.windows())
-    return scorer.result()
 
 
 def load_script(path: Path) -> ModuleType:
@@ -61,6 +60,22 @@ def load_script(path: Path) -> ModuleType:
     return module
 
 
+def compare(
+    title: str, other: Path, prepare: Callable, rounds: int, warm: int = 2, **environ: str
+) -> list[dict]:
+    """Time the script at `other` and this one in turns. `prepare(script, its hyperparameters, its
+    runtime)` returns the function to time. Prints and returns the table."""
+    scripts = {str(other): load_script(other), "this train_gpt.py": train_gpt}
+    variants = {}
+    with contextlib.ExitStack() as stack:
+        for name, script in scripts.items():
+            hp = script.Hyperparameters.from_env(knobs() | environ)
+            runtime = stack.enter_context(script.Runtime.start(hp))
+            variants[name] = prepare(script, hp, runtime)
+        print_machine(runtime, rounds=rounds)
+        return report(title, take_turns(variants, rounds, runtime.synchronize, warm))
+
+
 def take_turns(
     variants: dict[str, Callable[[], object]], rounds: int, synchronize: Callable, warm: int = 2
 ) -> dict[str, list[float]]:
@@ -77,12 +92,18 @@ def take_turns(
     return times
 
 
+def print_machine(runtime: train_gpt.Runtime, **settings: object) -> None:
+    """Print the versions and the device, then these settings."""
+    words = (f"{name}:{value}" for name, value in settings.items())
+    print(f"torch {torch.__version__} {runtime.describe()}", *words)
+
+
 class Table:
     """Prints rows as they are measured. `columns` has the format of each number, with its width."""
 
     def __init__(self, title: str, **columns: str):
         self.columns, self.rows = columns, []
-        widths = {name: re.match(r"[+]?(\d+)", form)[1] for name, form in columns.items()}
+        widths = {name: form.partition(".")[0].strip(",f") for name, form in columns.items()}
         print(f"\n{title:40}" + "".join(f"{name:>{width}}" for name, width in widths.items()))
 
     def row(self, name: str, **values: float) -> None:
@@ -90,11 +111,6 @@ class Table:
         numbers = (f"{values[column]:{form}}" for column, form in self.columns.items())
         print(f"{name:40}" + "".join(numbers), flush=True)
         self.rows.append({"variant": name, **values})
-
-
-def finish(bench: str, **found: object) -> None:
-    """Print the last line, which is JSON."""
-    print(json.dumps({"bench": bench, "torch": version("torch"), **found}))
 
 
 def report(title: str, times: dict[str, list[float]]) -> list[dict]:
@@ -106,3 +122,8 @@ def report(title: str, times: dict[str, list[float]]) -> list[dict]:
         medians = 1000 * statistics.median(seconds), statistics.median(ratios)
         table.row(name, median_ms=medians[0], ratio=medians[1], min=min(ratios), max=max(ratios))
     return table.rows
+
+
+def finish(bench: str, **found: object) -> None:
+    """Print the last line, which is JSON."""
+    print(json.dumps({"bench": bench, "torch": torch.__version__, **found}))

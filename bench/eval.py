@@ -10,35 +10,31 @@ head, and sums the scored positions window by window. All are compiled if the ma
 score the same targets, as many as --windows sliding windows have. Weights and tokens are random,
 which cost what real ones cost.
 
-With --against OTHER_TRAIN_GPT_PY the evaluations of another version of the script and of this one
-take turns on one random text. `ratio` is the median over rounds of this one's time over the
-other's: below 1, this one is faster.
+With --against OTHER_TRAIN_GPT_PY the sliding windows of another version of the script and of this
+one take turns on one random text. A `ratio` below 1: this one is faster.
 
 The last line is JSON.
 """
 
-import contextlib
 import functools
-import os
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import train_gpt
-from common import SMALL, Table, finish, load_script, report, score_of, take_turns
-from flops import peak_flops, window_flops
+from common import Table, compare, finish, knobs, print_machine, take_turns
 
 # isort: split
 import numpy as np
 import torch
 
 
-def loop_399(forward: Callable, val: SimpleNamespace, hp, rows: int) -> float:
+def loop_399(forward: Callable, val: train_gpt.Validation, hp, rows: int) -> float:
     """Mean nats per target by #399's loop, with `rows` windows per batch."""
     window, stride, device = hp.eval_seq_len, hp.eval_stride, val.tokens.device
     starts = [0, *range(stride, val.targets - window + 1, stride)]
@@ -58,109 +54,69 @@ def loop_399(forward: Callable, val: SimpleNamespace, hp, rows: int) -> float:
     return total / count
 
 
-def random_text(windows: int, hp, device: torch.device) -> SimpleNamespace:
-    """Random tokens for this many sliding windows, with the attributes of a Validation."""
+def random_text(script: ModuleType, windows: int, hp, runtime):
+    """A Validation of random tokens for this many sliding windows; 0: for 8 batches. All versions of
+    the script get the same."""
+    windows = windows or 8 * train_gpt.eval_rows(hp, runtime, hp.eval_seq_len)
     targets = hp.eval_seq_len + (windows - 1) * hp.eval_stride
-    return SimpleNamespace(
-        tokens=torch.randint(2, hp.vocab_size, (targets + 1,), dtype=torch.int32, device=device),
-        targets=targets,
-        nbytes=torch.ones(targets, dtype=torch.int16, device=device),
-        total_bytes=targets,
-        refused=None,
-        hints=None,
-    )
+    tokens = np.random.default_rng(0).integers(2, hp.vocab_size, targets + 1)
+    return script.Validation(tokens, np.ones(targets), runtime.device)
 
 
-def forward_of(script: ModuleType, hp, runtime) -> Callable:
-    """The forward of a model of random weights, compiled if the machine compiles."""
+def random_model(script: ModuleType, hp, runtime) -> Callable:
+    """A model of random weights, compiled if the machine compiles."""
     model = script.GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
     model.initialise(0)
     return script.compile_blocks(model.to(runtime.device), runtime.compiled)
 
 
-def modes(windows: int, rounds: int) -> None:
-    """Time all modes and print the table."""
+def loss(script: ModuleType, model: Callable, val, hp, runtime, stride: int) -> float:
+    """Mean nats of all targets in windows `stride` apart; 0: in a banded pass."""
+    config = script.ForwardConfig(hp.layer_order(), band=0 if stride else hp.eval_seq_len)
+    step = stride or script.band_block(hp)[1]
+    scorer = script.Evaluator(model, val, hp, runtime, config, step)
+    scorer.score(scorer.windows())
+    return scorer.result().val_loss
+
+
+def compare_modes(windows: int, rounds: int) -> None:
+    """Time all modes and print the table. `speed` is in those of #399's loop."""
     hp = train_gpt.Hyperparameters.from_env(knobs() | {"EVAL_MODE": "banded"})
     with train_gpt.Runtime.start(hp) as runtime:
+        val = random_text(train_gpt, windows, hp, runtime)
+        model = random_model(train_gpt, hp, runtime)
         rows = train_gpt.eval_rows(hp, runtime, hp.eval_seq_len)
-        val = random_text(windows or 8 * rows, hp, runtime.device)
-        forward = forward_of(train_gpt, hp, runtime)
-
-        def ours(stride: int) -> Callable[[], float]:
-            return lambda: score_of(train_gpt, forward, val, hp, runtime, stride).val_loss
-
-        variants = {
-            "plain": ours(hp.eval_seq_len),
-            "sliding, #399": lambda: loop_399(forward, val, hp, rows),
-            "sliding": ours(hp.eval_stride),
-            "banded": ours(0),
-        }
+        ours = {"plain": hp.eval_seq_len, "sliding": hp.eval_stride, "banded": 0}  # strides
+        variants = {"sliding, #399": lambda: loop_399(model, val, hp, rows)}
+        for name, stride in ours.items():
+            variants[name] = functools.partial(loss, train_gpt, model, val, hp, runtime, stride)
         nats = {name: variant() for name, variant in variants.items()}  # compiles
         times = take_turns(variants, rounds, runtime.synchronize, warm=0)
-        print(f"torch {torch.__version__} {runtime.describe()}")
-        print(f"window:{hp.eval_seq_len} stride:{hp.eval_stride} rounds:{rounds}")
-        report_modes(times, nats, hp, val.targets, peak_flops(runtime.device))
-
-
-def knobs() -> dict[str, str]:
-    """The environment; on a CPU, with the small model where it sets nothing else."""
-    return {**({} if torch.cuda.is_available() else SMALL), **os.environ}
-
-
-def compare(other: Path, windows: int, rounds: int) -> None:
-    """Time the evaluation of the script at `other` and of this one in turns, on the same text."""
-    scripts = {str(other): load_script(other), "this train_gpt.py": train_gpt}
-    with contextlib.ExitStack() as stack:
-        variants = {}
-        hp = train_gpt.Hyperparameters.from_env(knobs())
-        here = stack.enter_context(train_gpt.Runtime.start(hp))
-        windows = windows or 8 * train_gpt.eval_rows(hp, here, hp.eval_seq_len)
-        val = random_text(windows, hp, here.device)
-        for name, script in scripts.items():
-            own = script.Hyperparameters.from_env(knobs())
-            runtime = stack.enter_context(script.Runtime.start(own))
-            arguments = forward_of(script, own, runtime), val, own, runtime, own.eval_stride
-            variants[name] = functools.partial(score_of, script, *arguments)
-        print(f"torch {torch.__version__} {here.describe()}")
-        text = f"windows:{windows} targets:{val.targets}"
-        print(f"window:{hp.eval_seq_len} stride:{hp.eval_stride} {text} rounds:{rounds}")
-        nats = {name: variant()[0] for name, variant in variants.items()}  # compiles
-        rows = report("sliding windows", take_turns(variants, rounds, here.synchronize, warm=0))
-    print("  nats: " + ", ".join(f"{value:.9f}" for value in nats.values()))
-    rows = [row | {"nats": nats[row["variant"]]} for row in rows]
-    finish("eval", windows=windows, rounds=rounds, against=rows)
-
-
-def operations(mode: str, hp: train_gpt.Hyperparameters, targets: int) -> float:
-    """Forward operations of one row of the table."""
-    only_read, stride, band = hp.eval_seq_len - hp.eval_stride, hp.eval_stride, 0
-    if mode == "plain":
-        only_read, stride = 0, hp.eval_seq_len
-    elif mode == "banded":
-        (only_read, stride), band = train_gpt.band_block(hp), hp.eval_seq_len
-    windows = train_gpt.plan_windows(np.array([[0, targets]]), only_read + stride, stride)
-    total = 0.0
-    for start, scored, stop, *_ in windows.T.tolist():
-        first = start if mode == "sliding, #399" else scored  # of the head
-        total += window_flops(hp, stop - start, stop - first, band)
-    return total
-
-
-def report_modes(
-    times: dict[str, list[float]], nats: dict[str, float], hp, targets: int, peak: float | None
-) -> None:
-    """Print the table of `modes`. `speed` is in those of #399's loop, `mfu` the share of the peak."""
-    forms = {"ms": "10.1f", "targets/s": "11.0f", "GFLOP/s": "10.0f"}
-    forms |= {"speed": "8.3f", "nats": "11.6f"} | ({"mfu": "8.3f"} if peak else {})
-    table = Table(f"{targets} targets", **forms)
+        print_machine(runtime, window=hp.eval_seq_len, stride=hp.eval_stride, rounds=rounds)
+    forms = {"ms": "10.1f", "targets/s": "11.0f", "speed": "8.3f", "nats": "11.6f"}
+    table = Table(f"{val.targets} targets", **forms)
     for name, own in times.items():
         seconds = statistics.median(own)
-        rate = operations(name, hp, targets) / seconds
         speed = statistics.median(a / b for a, b in zip(times["sliding, #399"], own, strict=True))
-        found = {"ms": 1000 * seconds, "targets/s": targets / seconds, "GFLOP/s": rate / 1e9}
-        found |= {"mfu": rate / peak} if peak else {}
+        found = {"ms": 1000 * seconds, "targets/s": val.targets / seconds}
         table.row(name, **found, speed=speed, nats=nats[name])
-    finish("eval", targets=targets, rows=table.rows)
+    finish("eval", targets=val.targets, rows=table.rows)
+
+
+def compare_scripts(other: Path, windows: int, rounds: int) -> None:
+    """Time the sliding windows of the script at `other` and of this one in turns."""
+    nats = []
+
+    def prepare(script, hp, runtime):
+        model, val = random_model(script, hp, runtime), random_text(script, windows, hp, runtime)
+        evaluate = functools.partial(loss, script, model, val, hp, runtime, hp.eval_stride)
+        nats.append(evaluate())  # compiles
+        return evaluate
+
+    rows = compare("sliding windows", other, prepare, rounds, warm=0)
+    print("  nats: " + ", ".join(f"{value:.9f}" for value in nats))
+    rows = [row | {"nats": value} for row, value in zip(rows, nats, strict=True)]
+    finish("eval", rounds=rounds, against=rows)
 
 
 def main() -> None:
@@ -171,9 +127,9 @@ def main() -> None:
     add("--against", type=Path, help="another version of train_gpt.py: compare evaluations with it")
     arguments = parser.parse_args()
     if arguments.against:
-        compare(arguments.against, arguments.windows, arguments.rounds)
+        compare_scripts(arguments.against, arguments.windows, arguments.rounds)
     else:
-        modes(arguments.windows, arguments.rounds)
+        compare_modes(arguments.windows, arguments.rounds)
 
 
 if __name__ == "__main__":

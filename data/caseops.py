@@ -84,7 +84,8 @@ class Tokenizer:
     """Text to tokens and back, with CaseOps operators. Raises UserError for another file."""
 
     def __init__(self, path: str, vocab_size: int):
-        self.caseops = ByteCounter(path, vocab_size).caseops
+        self.counter = ByteCounter(path, vocab_size)
+        self.caseops = self.counter.caseops
         self.pieces = sentencepiece.SentencePieceProcessor(model_file=path)
 
     def encode(self, text: str) -> list[int]:

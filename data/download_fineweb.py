@@ -51,12 +51,12 @@ class Wanted(NamedTuple):
     sha256: str = ""  # of large files
     git_sha1: str = ""  # of all files: SHA-1 of "blob <size>\0" and the content
 
-    def is_there(self, seen=lambda count: None) -> bool:
+    def is_there(self) -> bool:
         """Whether the local file has this size and checksum."""
         if not self.local.is_file() or self.local.stat().st_size != self.size:
             return False
         if self.sha256:
-            return shards.file_sha256(self.local, seen) == self.sha256
+            return shards.file_sha256(self.local) == self.sha256
         blob = f"blob {self.size}\0".encode() + self.local.read_bytes()
         return hashlib.sha1(blob).hexdigest() == self.git_sha1
 
@@ -127,10 +127,9 @@ def plan(hub: Hub, variant: str, train_shards: int, target: Path, documents: boo
     (manifest,) = hub.fetch([f"{hub.folder}/manifest.json"])
     own = sorted(path.removeprefix(f"{hub.folder}/") for path in tree)
     own = [path for path in own if path.startswith(f"{name}/fineweb_")]
-    other = REPOSITORIES.get(variant, hub.repository)
-    advice = f"set MATCHED_FINEWEB_REPO_ID={other}, which has it"
-    if other == hub.repository:
-        advice = f"set --variant to one of {', '.join(REPOSITORIES)}"
+    advice = f"set --variant to one of {', '.join(REPOSITORIES)}"
+    if REPOSITORIES.get(variant, hub.repository) != hub.repository:
+        advice = f"set MATCHED_FINEWEB_REPO_ID={REPOSITORIES[variant]}, which has it"
     require(own, f"{hub.repository} has no variant {variant}: {advice}")
     train = [path for path in own if "_train_" in path]
     few = f"{hub.repository} has {len(train)} training shards of {variant}, not {train_shards}"
@@ -139,10 +138,10 @@ def plan(hub: Hub, variant: str, train_shards: int, target: Path, documents: boo
     paths = [f"tokenizers/{tokenizer}" for tokenizer in tokenizers]
     paths += train[:train_shards] + [path for path in own if "_val_" in path]
     paths += DOCUMENTS * documents
+    advice = "tell its owner, or name another repository by MATCHED_FINEWEB_REPO_ID"
     files = []
     for path in paths:
         entry = tree.get(f"{hub.folder}/{path}")
-        advice = "tell its owner, or name another repository by MATCHED_FINEWEB_REPO_ID"
         require(entry, f"{hub.repository} lacks {hub.folder}/{path}: {advice}")
         sha256 = entry.lfs.sha256 if entry.lfs else ""
         files.append(Wanted(entry.rfilename, target / path, entry.size, sha256, entry.blob_id))
@@ -165,10 +164,8 @@ def not_there(files: Iterable[Wanted]) -> list[Wanted]:
     """The files that are missing or differ from the hub's. Shows a progress bar while it reads."""
     from tqdm import tqdm
 
-    present = sum(file.size for file in files if file.local.is_file())
-    options = {"total": present, "unit": "B", "unit_scale": True, "desc": "verifying"}
-    with tqdm(**options, disable=None if present else True) as bar:
-        return [file for file in files if not file.is_there(bar.update)]
+    bar = tqdm(files, "verifying", unit="file", disable=None)
+    return [file for file in bar if not file.is_there()]
 
 
 def have(files: list[Wanted], hub: Hub) -> int:
@@ -220,7 +217,6 @@ def check(folder: Path) -> str:
         path = folder / entry["path"]
         if not path.is_file() or shards.file_sha256(path) != entry["sha256"]:
             wrong.append(f"{path} is missing or is not the tokenizer of the shards")
-    wrong += shards.strangers(folder, manifest, (path.name for path in folder.glob("*.bin")))
     require(not wrong, f"{'; '.join(wrong)}: {advice} again")
     return f"checksums are right: {len(manifest['files'])} shards in {folder}"
 
@@ -240,8 +236,9 @@ def download(arguments: argparse.Namespace, folder: Path) -> str:
     with shards.locked(folder):
         fetched = have(files, hub)
         record(files, folder, hub)
-    counts = f"{len(files)} files, {fetched} of them downloaded now"
-    return f"complete: {counts}, {sum(file.size for file in files):,} bytes, in {folder}"
+    size = sum(file.size for file in files)
+    counts = f"{len(files)} files, {fetched} of them downloaded now, {size:,} bytes"
+    return f"complete: {counts}, in {folder}"
 
 
 def end(*_) -> None:

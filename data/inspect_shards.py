@@ -7,10 +7,9 @@ validation.
 The exit status is non-zero if anything is wrong.
 """
 
-import functools
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
@@ -23,7 +22,6 @@ from train_gpt import BOS, UserError
 
 # isort: split
 import numpy as np
-import sentencepiece
 
 
 class SplitReport:
@@ -33,7 +31,6 @@ class SplitReport:
         self.split = split
         self.stream = train_gpt.TokenStream(str(folder), split, 65536)
         self.shards = [train_gpt.read_shard(path) for path in self.stream.paths]
-
         self.hashes = np.fromiter(map(document_hash, self.documents()), dtype=np.uint64)
 
     def documents(self) -> Iterator[np.ndarray]:
@@ -48,97 +45,76 @@ class SplitReport:
                 rest, number = part[1:], 1
         yield rest
 
-    def repeated(self) -> int:
-        """Number of documents that repeat another one of the split."""
-        return len(self.hashes) - len(np.unique(self.hashes))
-
 
 def document_hash(tokens: np.ndarray) -> int:
     """A 64-bit hash. 10 million documents collide with a probability of 3 in a million."""
     return int.from_bytes(hashlib.blake2b(tokens, digest_size=8).digest())
 
 
-def status_of(
-    files: list[Path], folder: Path, manifest: dict | None
-) -> tuple[dict[str, str], list[str]]:
-    """(status of each file's sha256, sentences on what is wrong)."""
-    if not (manifest and manifest["files"]):
-        return {path.name: "no sha256 to compare" for path in files}, []
-    names = {path.name for path in files}
-    missing = sorted(set(manifest["files"]) - names)
-    wrong = [f"{folder / name} is in {shards.MANIFEST} but does not exist" for name in missing]
-    wrong += shards.strangers(folder, manifest, names)
-    status = dict.fromkeys(names, "not in the manifest")
-    for name in sorted(names & set(manifest["files"])):
-        found = shards.problems(folder, manifest, [name])
-        status[name] = "WRONG" if found else "sha256 right"
-        wrong += found
-    return status, wrong
-
-
-def describe_files(
-    report: SplitReport, status: dict[str, str], pieces: sentencepiece.SentencePieceProcessor | None
-) -> list[str]:
-    """Print a line on each file. Returns sentences on those with tokens that `pieces` lacks."""
-    wrong = []
-    for path, shard in zip(report.stream.paths, report.shards, strict=True):
-        largest, starts = int(shard.max()), int(np.count_nonzero(shard == BOS))
-        counts = f"{len(shard):,} tokens, largest {largest}, {starts:,} documents begin here"
-        print(f"{path.name}: {counts}, {status[path.name]}")
-        if pieces and largest >= pieces.vocab_size():
-            few = f"the tokenizer has {pieces.vocab_size()} pieces"
-            wrong.append(f"{path} holds token {largest}, but {few}")
-    return wrong
-
-
 def inspect(folder: Path, tokenizer: Path | None, samples: int = 3) -> list[str]:
     """Print the report. Returns sentences on what is wrong. Raises UserError."""
-    manifest = shards.read_manifest(folder)
-    reports = [SplitReport(folder, split) for split in ("train", "val")]
-    splits = ("train", "val", "val_bytes")
-    files = [path for split in splits for path in train_gpt.shard_paths(folder, split)]
-    status, wrong = status_of(files, folder, manifest)
-    entry = (manifest or {}).get("tokenizer", {})
+    manifest = shards.read_manifest(folder) or {"files": {}}
+    reports = train, val = [SplitReport(folder, split) for split in ("train", "val")]
+    wrong = shards.problems(folder, manifest)
+    for report in reports:
+        describe_files(report, wrong, manifest)
+    entry = manifest.get("tokenizer", {})
     if tokenizer is None and entry and (folder / entry["path"]).is_file():
         tokenizer = folder / entry["path"]
-    pieces = counter = None
+    coder = None
     if tokenizer:
-        pieces = shards.load_tokenizer(tokenizer)
-        counter = caseops.ByteCounter(str(tokenizer), pieces.vocab_size())
-    for report in reports:
-        wrong += describe_files(report, status, pieces)
-    if pieces:
-        stream = reports[1].stream
+        size = shards.load_tokenizer(tokenizer).vocab_size()
+        coder = caseops.Tokenizer(str(tokenizer), size)
+        for report in reports:
+            wrong += unknown_tokens(report, size)
         try:
             train_gpt.check_manifest(folder, tokenizer)
             if not wrong:
-                tokens = stream.read(0, min(len(stream), 20_000))
+                tokens = val.stream.read(0, min(len(val.stream), 20_000))
                 train_gpt.require_own_tokenizer(folder, tokenizer, tokens, print)
         except UserError as error:
             wrong.append(str(error))
-    if counter and counter.caseops and not entry.get("caseops"):
-        other = "the tokenizer has CaseOps operators of another grammar (README.md)"
-        print(f"{other}: no bytes and samples")
-        pieces = counter = None
-    exact = train_gpt.read_sidecar(folder, len(reports[1].stream))
+        if coder.caseops and not entry.get("caseops"):
+            other = "the tokenizer has CaseOps operators of another grammar (README.md)"
+            print(f"{other}: no bytes and samples")
+            coder = None
+    else:
+        print("no tokenizer (--tokenizer): no bytes and samples")
+    exact = train_gpt.read_sidecar(folder, len(val.stream))
     if exact is not None:
         count = exact[1:].sum(dtype=np.int64)
         print(f"val: {count:,} bytes by fineweb_val_bytes_*.bin, which the score uses")
     for report in reports:
-        print(describe(report, None if wrong else counter))
+        print(describe(report, coder.counter if coder and not wrong else None))
         if report.shards[0][0] != BOS:
             first = f"{report.stream.paths[0]} does not begin with BOS (token {BOS})"
             wrong.append(f"{first}: the start of its first document is missing")
-    both = int(np.isin(reports[0].hashes, reports[1].hashes).sum())
+    both = int(np.isin(train.hashes, val.hashes).sum())
     print(f"documents of train that are also in val: {both:,}")
     if both:
         found = f"{folder} has {both} training documents that are also in validation"
         wrong.append(f"{found}: split the data again")
-    if pieces and not wrong:
-        show_samples(reports[1], functools.partial(text_of, pieces, counter), samples)
-    elif not tokenizer:
-        print("no tokenizer (--tokenizer): no bytes and samples")
+    if coder and not wrong:
+        show_samples(val, coder, samples)
     return wrong
+
+
+def describe_files(report: SplitReport, wrong: list[str], manifest: dict) -> None:
+    """Print a line on each file of a split."""
+    for path, shard in zip(report.stream.paths, report.shards, strict=True):
+        status = "sha256 right" if manifest["files"] else "no sha256 to compare"
+        if any(str(path) in sentence for sentence in wrong):
+            status = "WRONG"
+        starts = np.count_nonzero(shard == BOS)
+        counts = f"{len(shard):,} tokens, largest {shard.max()}, {starts:,} documents begin here"
+        print(f"{path.name}: {counts}, {status}")
+
+
+def unknown_tokens(report: SplitReport, vocab_size: int) -> list[str]:
+    """Sentences on the files that have tokens without a piece."""
+    few = f"but the tokenizer has {vocab_size} pieces"
+    largest = zip(report.stream.paths, map(np.max, report.shards), strict=True)
+    return [f"{path} holds token {n}, {few}" for path, n in largest if n >= vocab_size]
 
 
 def describe(report: SplitReport, counter: caseops.ByteCounter | None) -> str:
@@ -152,24 +128,17 @@ def describe(report: SplitReport, counter: caseops.ByteCounter | None) -> str:
             nbytes += int(counter.count(np.insert(shard, 0, last)).sum())
             last = int(shard[-1])
         line += f", {nbytes:,} bytes ({nbytes / tokens:.3f} per token)"
-    return f"{line}, {report.repeated():,} documents repeated"
+    repeated = documents - len(np.unique(report.hashes))
+    return f"{line}, {repeated:,} documents repeated"
 
 
-def text_of(
-    pieces: sentencepiece.SentencePieceProcessor, counter: caseops.ByteCounter, tokens: np.ndarray
-) -> str:
-    """The original text of tokens (n,) without BOS."""
-    text = pieces.decode(tokens.tolist())
-    return caseops.decode(text) if counter.caseops else text
-
-
-def show_samples(report: SplitReport, decode: Callable[[np.ndarray], str], samples: int) -> None:
+def show_samples(report: SplitReport, coder: caseops.Tokenizer, samples: int) -> None:
     """Print the beginnings of documents that are spread over the split."""
     chosen = set(np.linspace(0, len(report.hashes) - 1, samples, dtype=int).tolist())
     for number, tokens in enumerate(report.documents()):
         if number in chosen:
             title = f"{report.split} document {number + 1} ({len(tokens):,} tokens)"
-            print(f"{title}: {decode(tokens[:80])!r}")
+            print(f"{title}: {coder.decode(tokens[:80].tolist())!r}")
 
 
 def main() -> None:

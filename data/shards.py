@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -73,9 +73,7 @@ class ShardWriter:
     all but the last have `shard_tokens` tokens."""
 
     def __init__(self, folder: Path, split: str, shard_tokens: int, tokenizer: str):
-        self.folder = folder
-        self.split = split
-        self.tokenizer = tokenizer
+        self.folder, self.split, self.tokenizer = folder, split, tokenizer
         self.buffer = np.empty(shard_tokens, dtype=np.uint16)
         self.used = 0
         self.files: dict[str, dict] = {}
@@ -99,14 +97,10 @@ class ShardWriter:
             self.used = 0
 
 
-def file_sha256(path: Path, seen: Callable[[int], object] = lambda count: None) -> str:
-    """SHA-256 of a file in hexadecimal. Calls `seen` with the number of bytes of each part."""
-    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 22))
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal."""
     with open(path, "rb") as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
-            seen(count)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tokenizer_entry(path: Path, folder: Path) -> dict:
@@ -138,40 +132,34 @@ def read_manifest(folder: Path) -> dict | None:
     return manifest
 
 
-def strangers(folder: Path, manifest: dict, names: Iterable[str]) -> list[str]:
-    """A sentence per shard that the manifest lacks."""
-    others = sorted(set(names) - set(manifest["files"]))
-    return [f"{folder / n} is not in {MANIFEST}, but would be read: remove it" for n in others]
-
-
 def load_tokenizer(path: Path) -> train_gpt.sentencepiece.SentencePieceProcessor:
     """The SentencePiece model at `path`. Raises UserError if there is none."""
-    try:
+    wrong, advice = f"{path} is not a SentencePiece model", "give another file"
+    with train_gpt.as_user_error(wrong, advice, RuntimeError, OSError):
         return train_gpt.sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{path} is not a SentencePiece model: {reason}") from error
 
 
-def problems(
-    folder: Path,
-    manifest: dict,
-    names: Iterable[str] | None = None,
-    seen: Callable = lambda count: None,
-    hashes: bool = True,
-) -> list[str]:
-    """One sentence per file of `names` (default: all) that is not as in the manifest. Reads every
-    byte, or without `hashes` only headers and sizes."""
-    found = []
-    for name in manifest["files"] if names is None else names:
-        path, entry = folder / name, manifest["files"][name]
-        try:
-            train_gpt.read_shard(path)
-        except UserError as error:
-            found.append(str(error))
-            continue
-        if (size := path.stat().st_size) != entry["bytes"]:
-            found.append(f"{path} has {size} bytes, but {MANIFEST} says {entry['bytes']}")
-        elif hashes and file_sha256(path, seen) != entry["sha256"]:
-            found.append(f"{path} is not the file in {MANIFEST}: its sha256 differs")
-    return found
+def problems(folder: Path, manifest: dict, hashes: bool = True) -> list[str]:
+    """A sentence on each shard that is not as in the manifest, or that a manifest of shards lacks.
+    Reads every byte, or without `hashes` only headers and sizes."""
+    listed = manifest["files"]
+    found = [fault_of(folder / name, entry, hashes) for name, entry in listed.items()]
+    names = {path.name for path in folder.glob("fineweb_*.bin")} if listed else set()
+    for name in sorted(names - listed.keys()):
+        found.append(f"{folder / name} is not in {MANIFEST}, but would be read: remove it")
+    return list(filter(None, found))
+
+
+def fault_of(path: Path, entry: dict, hashes: bool) -> str:
+    """A sentence on a shard that is not as its entry in the manifest says; else ""."""
+    if not path.exists():
+        return f"{path} is in {MANIFEST} but does not exist"
+    try:
+        train_gpt.read_shard(path)
+    except UserError as error:
+        return str(error)
+    if (size := path.stat().st_size) != entry["bytes"]:
+        return f"{path} has {size} bytes, but {MANIFEST} says {entry['bytes']}"
+    if hashes and file_sha256(path) != entry["sha256"]:
+        return f"{path} is not the file in {MANIFEST}: its sha256 differs"
+    return ""

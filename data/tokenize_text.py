@@ -20,7 +20,6 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
-import inspect
 import io
 import itertools
 import json
@@ -52,6 +51,7 @@ import numpy as np
 import sentencepiece
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+ENDINGS = ", ".join(SUFFIXES)
 CHUNK_BYTES = 1 << 20  # text per task of a worker
 PARTIAL = ".partial"  # the folder in --out that holds what is not complete
 SPACE = "\u2581"  # SentencePiece's symbol for a space
@@ -81,31 +81,23 @@ class Record(NamedTuple):
 
 
 def find_files(inputs: list[Path]) -> list[Path]:
-    """The text files in `inputs`, which are files and folders. Raises UserError for anything else.
-    Prints which files and linked folders of a folder are left out; hidden ones need no word."""
+    """The text files in `inputs`, which are files and folders. Raises UserError for anything else."""
     found = []
     for path in inputs:
-        endings = ", ".join(SUFFIXES)
         if path.is_dir():
-            inside, left_out = search(path)
-            require(inside, f"{path} has no file that ends in {endings}: give another folder")
-            if left_out:
-                names = left_out[:9] + [f"{len(left_out) - 9} more"] * (len(left_out) > 9)
-                why = f"linked folders, and what does not end in {endings}"
-                print(f"note: left out of {path} ({why}): {', '.join(names)}", file=sys.stderr)
-            found += inside
+            found += search(path)
         else:
             advice = "give a file, a folder, or - for standard input"
             require(path.is_file(), f"{path} does not exist: {advice}")
             known = suffix_of(path) in SUFFIXES
-            require(known, f"{path} does not end in {endings}: rename or convert it")
+            require(known, f"{path} does not end in {ENDINGS}: rename or convert it")
             found.append(path)
     return found
 
 
-def search(folder: Path) -> tuple[list[Path], list[str]]:
-    """(text files, names of other files and of linked folders) in a folder and its folders, both
-    sorted. Hidden files and folders are in neither. Raises OSError for an unreadable folder."""
+def search(folder: Path) -> list[Path]:
+    """The text files in a folder and its folders, sorted. Prints which other files and which linked
+    folders are left out; hidden ones need no word. Raises OSError for an unreadable folder."""
 
     def stop(error: OSError) -> None:
         raise error
@@ -118,7 +110,12 @@ def search(folder: Path) -> tuple[list[Path], list[str]]:
                 inside.append(path)
             elif path.is_symlink() or not path.is_dir():
                 left_out.append(str(path.relative_to(folder)))
-    return sorted(inside), sorted(left_out)
+    require(inside, f"{folder} has no file that ends in {ENDINGS}: give another folder")
+    if left_out:
+        names = sorted(left_out)[:9] + [f"{len(left_out) - 9} more"] * (len(left_out) > 9)
+        why = f"linked folders, and what does not end in {ENDINGS}"
+        print(f"note: left out of {folder} ({why}): {', '.join(names)}", file=sys.stderr)
+    return sorted(inside)
 
 
 def suffix_of(path: Path) -> str:
@@ -127,7 +124,7 @@ def suffix_of(path: Path) -> str:
 
 def records(path: Path, reading: Reading) -> Iterator[Record]:
     """The documents of one file, in order."""
-    try:
+    with train_gpt.as_user_error(f"cannot read {path}", "check the file", OSError):
         if suffix_of(path) == ".parquet":
             yield from _parquet(path, reading.field)
             return
@@ -142,8 +139,6 @@ def records(path: Path, reading: Reading) -> Iterator[Record]:
                 yield Record(str(path), file.read())
             else:
                 yield from _parts(path, file, reading.separator.encode())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _parts(path: Path, file: io.BufferedReader, separator: bytes) -> Iterator[Record]:
@@ -159,29 +154,28 @@ def _parts(path: Path, file: io.BufferedReader, separator: bytes) -> Iterator[Re
 
 
 def _parquet(path: Path, field: str) -> Iterator[Record]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise UserError(f"{path} needs pyarrow: pip install -r requirements-dev.txt") from error
-    try:
-        with parquet.ParquetFile(path) as table:
-            names = table.schema_arrow.names
-            advice = f"set --field to one of {', '.join(names)}"
-            require(field in names, f"{path} has no column {field!r}: {advice}")
-            batches = table.iter_batches(columns=[field], batch_size=256)
-            values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
-            for number, value in enumerate(values, 1):
-                where, fault = f"{path}, row {number}", ""
-                try:
-                    text = value.as_py()  # str, or the bytes of a column without a type of text
-                except UnicodeError as error:
-                    text, fault = "", f"{where} is not UTF-8 text ({error.reason}): convert it"
-                if not isinstance(text, str | bytes):
-                    kind = type(text).__name__
-                    fault = f"{where}: column {field!r} holds {kind}, not text: set --field"
-                yield Record(where, "" if fault else text, fault=fault)
-    except ArrowException as error:
-        raise UserError(f"{path} is not a readable parquet file: {error}") from error
+    from pyarrow import ArrowException, parquet
+
+    unreadable = f"{path} is not a readable parquet file"
+    with (
+        train_gpt.as_user_error(unreadable, "give another one", ArrowException),
+        parquet.ParquetFile(path) as table,
+    ):
+        names = table.schema_arrow.names
+        advice = f"set --field to one of {', '.join(names)}"
+        require(field in names, f"{path} has no column {field!r}: {advice}")
+        batches = table.iter_batches(columns=[field], batch_size=256)
+        values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
+        for number, value in enumerate(values, 1):
+            where, fault = f"{path}, row {number}", ""
+            try:
+                text = value.as_py()  # str, or the bytes of a column without a type of text
+            except UnicodeError as error:
+                text, fault = "", f"{where} is not UTF-8 text ({error.reason}): convert it"
+            if not isinstance(text, str | bytes):
+                kind = type(text).__name__
+                fault = f"{where}: column {field!r} holds {kind}, not text: set --field"
+            yield Record(where, "" if fault else text, fault=fault)
 
 
 def text_of(record: Record, reading: Reading) -> str:
@@ -227,9 +221,9 @@ def chunked(files: list[Path], reading: Reading) -> Iterator[list[Record]]:
 # Documents -> tokens, in worker processes
 
 
-def kept(normalised: str) -> str:
-    """The text behind the output of a normaliser that prefixes a space."""
-    return normalised.removeprefix(SPACE).replace(SPACE, " ")
+def kept(normalised: str, prefixed: bool = True) -> str:
+    """The text behind the output of a normaliser, which may prefix a space."""
+    return normalised.removeprefix(SPACE * prefixed).replace(SPACE, " ")
 
 
 def key_of(text: str) -> bytes:
@@ -237,24 +231,22 @@ def key_of(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()[:16]
 
 
-class Encoded(NamedTuple):
-    """A chunk as tokens (n,) uint16, with the bytes of each if the tokenizer has operators, its
-    documents in order, and sentences on bad ones."""
-
-    tokens: np.ndarray
-    nbytes: np.ndarray | None
-    documents: list["Document"]
-    bad: list[str]
-
-
 class Document(NamedTuple):
-    """The facts about a tokenized document."""
+    """A tokenized document."""
 
+    tokens: np.ndarray  # (n,) uint16, BOS first
+    nbytes: np.ndarray | None  # (n,) of the tokens, if the tokenizer has operators
     key: bytes
-    length: int  # tokens, with its BOS
     size: int  # bytes that the evaluator counts
     lost: int  # bytes that the normaliser removed
     changed: bool  # by the normaliser
+
+
+class Encoded(NamedTuple):
+    """The documents of a chunk in order, and sentences on bad ones."""
+
+    documents: list[Document]
+    bad: list[str]
 
 
 class Encoder:
@@ -268,53 +260,45 @@ class Encoder:
 
     def encode(self, chunk: list[Record]) -> Encoded:
         """Tokenize a chunk, without what is no text. Raises UserError for wrong counts of bytes."""
-        texts, good, bad = [], [], []
+        texts, places, bad = [], [], []
         for record in chunk:
             try:
                 texts.append(text_of(record, self.reading))
-                good.append(record)
+                places.append(record.where)
             except UserError as error:
                 bad.append(str(error))
+        operators = self.counter.caseops
         normalised = [self._plain(text) for text in texts]
-        sources = [caseops.encode(text) for text in normalised] if self.counter.caseops else texts
-        encoded = self.pieces.encode(sources, return_type="numpy")
-        lengths = [len(ids) + 1 for ids in encoded]
-        starts = np.cumsum([0, *lengths])
-        # One extra BOS ends the last document
-        tokens = np.full(starts[-1] + 1, BOS, dtype=np.uint16)
-        for start, ids in zip(starts, encoded, strict=False):
-            tokens[start + 1 : start + 1 + len(ids)] = ids
-        of_tokens = np.concatenate(([0], self.counter.count(tokens)))
-        charged = of_tokens.cumsum(dtype=np.int64)[starts]
+        sources = [caseops.encode(text) for text in normalised] if operators else texts
+        encoded = self.pieces.encode(sources)
         documents = []
-        for record, text, source, length, nbytes, raw in zip(
-            good, normalised, sources, lengths, np.diff(charged).tolist(), texts, strict=True
+        for where, raw, text, source, ids in zip(
+            places, texts, normalised, sources, encoded, strict=True
         ):
-            size = len(text.encode())
+            tokens = np.array([BOS, *ids], dtype=np.uint16)
+            nbytes = np.insert(self.counter.count(tokens), 0, 0)
+            charged, size = int(nbytes.sum()), len(text.encode())
             require(
-                nbytes == size,
-                f"{record.where} has {size} bytes, but the evaluator would count {nbytes}: use "
-                "another tokenizer (data/README.md has the requirements), or --strip if white space "
-                "around documents is the cause",
+                charged == size,
+                f"{where} has {size} bytes, but the evaluator would count {charged}: use another "
+                "tokenizer (data/README.md has the requirements), or --strip if white space around "
+                "documents is the cause",
             )
-            restored = not self.counter.caseops or caseops.decode(self._plain(source)) == text
-            why = "the tokenizer's normaliser must be identity"
-            require(restored, f"{record.where} is not restored by CaseOps: {why}")
+            require(
+                not operators or caseops.decode(self._plain(source)) == text,
+                f"{where} is not restored by CaseOps: the tokenizer's normaliser must be identity",
+            )
+            sidecar = nbytes if operators else None
             lost = len(raw.encode()) - size
-            documents.append(Document(key_of(text), length, size, lost, raw != text))
-        sidecar = of_tokens[:-1] if self.counter.caseops else None
-        return Encoded(tokens[:-1], sidecar, documents, bad)
+            documents.append(Document(tokens, sidecar, key_of(text), size, lost, raw != text))
+        return Encoded(documents, bad)
 
     def _plain(self, text: str) -> str:
         """The text after the tokenizer's normaliser."""
-        text = self.pieces.normalize(text)
-        return kept(text) if self.prefixed else text.replace(SPACE, " ")
+        return kept(self.pieces.normalize(text), self.prefixed)
 
 
-@functools.cache
-def encoder(tokenizer: str, reading: Reading) -> Encoder:
-    """The encoder of this process."""
-    return Encoder(tokenizer, reading)
+encoder = functools.cache(Encoder)  # one for each process
 
 
 def encode_chunk(tokenizer: str, reading: Reading, chunk: list[Record]) -> Encoded:
@@ -380,8 +364,7 @@ def normaliser_options(rule: str, prefix: bool = True) -> dict:
     evaluator does not count after BOS, so bytes are exact even if a document begins with spaces.
     CaseOps needs no prefix: it marks a space at the beginning."""
     removed = rule != "identity"
-    options = {"add_dummy_prefix": prefix, "remove_extra_whitespaces": removed}
-    return options | {"escape_whitespaces": True}
+    return dict(add_dummy_prefix=prefix, remove_extra_whitespaces=removed, escape_whitespaces=True)
 
 
 def sample_texts(
@@ -418,15 +401,13 @@ def require_allowed(sentence: str, bad: int, skip_bad: int) -> None:
 
 def nothing_left(split: str, documents: int) -> UserError:
     """The error that all documents are in the other split."""
-    if not documents:
-        left = "no document was left for train and val"
-        return UserError(f"{left}: the files are empty, give other ones")
-    change, way = f"set --val-docs below {documents} or", "lower"
-    if split == "val":
-        change, way = "set --val-docs or", "higher"
     left = f"no document was left for {split}, as all {documents} are in the other split"
-    advice = "give more text, or use --separator to split it into documents"
-    return UserError(f"{left}: {change} a {way} --val-fraction, {advice}")
+    change = "set --val-docs or a higher --val-fraction"
+    if split == "train":
+        change = f"set --val-docs below {documents} or a lower --val-fraction"
+    if not documents:
+        return UserError("no document was left: the files are empty, give other ones")
+    return UserError(f"{left}: {change}, give more text, or use --separator to split it")
 
 
 def train_tokenizer(
@@ -437,9 +418,11 @@ def train_tokenizer(
     `texts` has them) become pieces 4 to 7. At most half of the vocabulary is for single characters;
     rarer ones become bytes. Raises UserError if the vocabulary cannot be filled."""
     fewest = FEWEST_PIECES + len(operators)
-    control = "4 control pieces" + f", {len(operators)} operators" * bool(operators)
-    needed = f"{control}, 256 bytes, space and newline make {fewest}"
-    require(vocab_size >= fewest, f"--vocab-size {vocab_size} is too small: {needed}")
+    require(
+        vocab_size >= fewest,
+        f"--vocab-size {vocab_size} is too small: 4 control pieces, {len(operators)} operators, 256 "
+        f"bytes, space and newline make {fewest}",
+    )
     counts = collections.Counter(itertools.chain.from_iterable(texts))
     alphabet, seen, total = [], 0, sum(counts.values())
     for character, count in counts.most_common((vocab_size - fewest) // 2):
@@ -448,7 +431,8 @@ def train_tokenizer(
         seen += count
     runs = re.compile(f"[ {re.escape(''.join(alphabet))}]{{1,16000}}")
     model = io.BytesIO()
-    try:
+    failed = f"a tokenizer of {vocab_size} pieces cannot be trained on this text"
+    with train_gpt.as_user_error(failed, "give more text or a smaller --vocab-size", RuntimeError):
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=(run for text in texts for run in runs.findall(text)),
             model_writer=model,
@@ -469,10 +453,6 @@ def train_tokenizer(
             minloglevel=2,
             **normaliser_options(rule, prefix=not operators),
         )
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        failed = f"a tokenizer of {vocab_size} pieces cannot be trained on this text"
-        raise UserError(f"{failed}: {reason}") from error
     return model.getvalue()
 
 
@@ -496,8 +476,8 @@ class Tally:
     """Counts of documents, tokens and bytes."""
 
     def __init__(self):
-        zeros = dict.fromkeys(("documents", "tokens", "bytes"), 0)
-        self.splits = {"train": zeros.copy(), "val": zeros.copy()}
+        zeros = {"documents": 0, "tokens": 0, "bytes": 0}
+        self.splits = {"train": collections.Counter(zeros), "val": collections.Counter(zeros)}
         self.empty = self.repeated = self.bad = self.changed = self.lost = 0
 
     def lines(self) -> Iterator[str]:
@@ -517,38 +497,35 @@ def write_shards(
 ) -> tuple[Tally, dict[str, dict]]:
     """Split documents and write them in shards of at most `most` tokens. Returns (counts, entries
     of the manifest). Raises UserError for more than `skip_bad` bad documents."""
-    tally, sides = Tally(), ("train", "val")
-    writers = {name: shards.ShardWriter(folder, name, most, tokenizer) for name in sides}
-    sidecar = shards.ShardWriter(folder, "val_bytes", most, tokenizer)
+    tally = Tally()
+    names = ("train", "val", "val_bytes")
+    writers = {name: shards.ShardWriter(folder, name, most, tokenizer) for name in names}
     for chunk in encoded:
         for sentence in chunk.bad:
             tally.bad += 1
             require_allowed(sentence, tally.bad, skip_bad)
             print(f"skipped: {sentence}", file=sys.stderr)
-        start = 0
         for document in chunk.documents:
-            own = slice(start, start + document.length)
-            start += document.length
             tally.changed += document.changed
             tally.lost += document.lost
             side = split.side(document.key) if document.size else ""
             if side:
-                writers[side].add(chunk.tokens[own])
-                if side == "val" and chunk.nbytes is not None:
-                    sidecar.add(chunk.nbytes[own])
-                counts = {"documents": 1, "tokens": document.length, "bytes": document.size}
-                for name, count in counts.items():
-                    tally.splits[side][name] += count
+                writers[side].add(document.tokens)
+                if side == "val" and document.nbytes is not None:
+                    writers["val_bytes"].add(document.nbytes)
+                length = len(document.tokens)
+                tally.splits[side].update(documents=1, tokens=length, bytes=document.size)
             elif document.size:
                 tally.repeated += 1
             else:
                 tally.empty += 1
+    files = {}
     for name, writer in writers.items():
         writer.close()
-        if not writer.files:
+        if not writer.files and name in tally.splits:
             raise nothing_left(name, sum(counts["documents"] for counts in tally.splits.values()))
-    sidecar.close()
-    return tally, writers["train"].files | writers["val"].files | sidecar.files
+        files |= writer.files
+    return tally, files
 
 
 def content(out: Path) -> set[str]:
@@ -608,28 +585,26 @@ def build(
     """Make tokenizer.model, shards and manifest.json in the empty `folder` from the documents of
     `files`. `progress` wraps the iterator of chunks; `made_by` is the manifest's entry on the origin
     of the data (default: the options that determine the documents). Raises UserError."""
-    encode = inspect.signature(sentencepiece.SentencePieceProcessor.encode)
-    too_old = f"sentencepiece {sentencepiece.__version__} is too old: pip install -U sentencepiece"
-    require("return_type" in encode.parameters, too_old)
-    side = options.val_docs, options.val_fraction
+    side = {"val_docs": options.val_docs, "val_fraction": options.val_fraction}
     model = folder / "tokenizer.model"
     if options.tokenizer:
         adopt_tokenizer(options.tokenizer, model)
     else:
-        sampling = options.normalizer, Split(*side), options.sample_bytes, options.skip_bad
+        sampling = options.normalizer, Split(**side), options.sample_bytes, options.skip_bad
         texts = sample_texts(files, reading, *sampling)
-        operators = train_gpt.CASE_OPERATORS if options.caseops else ""
-        texts = [caseops.encode(text) for text in texts] if options.caseops else texts
+        operators = ""
+        if options.caseops:
+            texts = list(map(caseops.encode, texts))
+            operators = train_gpt.CASE_OPERATORS
         made = train_tokenizer(texts, options.vocab_size, options.normalizer, operators)
         shards.write_file(model, made)
     work = functools.partial(encode_chunk, str(model), reading)
     encoded = in_workers(work, progress(chunked(files, reading)), options.workers)
     tokenizer = shards.tokenizer_entry(model, folder)
-    writing = tokenizer["sha256"], Split(*side), options.shard_tokens, options.skip_bad
-    tally, entries = write_shards(encoded, folder, *writing)
-    usual = {"tool": "tokenize_text.py", "val_docs": side[0], "val_fraction": side[1]}
-    made_by = made_by or usual | reading._asdict()
     tokenizer["caseops"] = Encoder(str(model), reading).counter.caseops
+    writing = tokenizer["sha256"], Split(**side), options.shard_tokens, options.skip_bad
+    tally, entries = write_shards(encoded, folder, *writing)
+    made_by = made_by or {"tool": "tokenize_text.py", **side, **reading._asdict()}
     facts = {"made_by": made_by, "tokenizer": tokenizer, "splits": tally.splits}
     shards.write_manifest(folder, **facts, files=entries)
     return tally
@@ -639,11 +614,10 @@ def progress_bar(files: list[Path]) -> Callable:
     """A function that wraps an iterator of chunks with a progress bar."""
     from tqdm import tqdm
 
-    # The file size is not the size of the text
     compressed = any(suffix_of(path) == ".parquet" for path in files)
+    total = None if compressed else sum(path.stat().st_size for path in files)
 
     def shown(chunks: Iterator[list[Record]]) -> Iterator[list[Record]]:
-        total = None if compressed else sum(path.stat().st_size for path in files)
         with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
             for chunk in chunks:
                 yield chunk
@@ -652,53 +626,47 @@ def progress_bar(files: list[Path]) -> Callable:
     return shown
 
 
+def between(low: float, high: float) -> Callable:
+    """A function that parses a number in these bounds, as the type of an argument."""
+
+    def number(word: str) -> float:
+        value = type(high)(word)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{word} is not between {low} and {high}")
+        return value
+
+    return number
+
+
 def parse_arguments() -> argparse.Namespace:
     """The options. Ends the program with a message if one is out of bounds or does not fit another."""
     parser = program.parser(__doc__)
-    usual = Options(workers=program.cores())._asdict() | Reading()._asdict()
-
-    del usual["vocab_size"]
-
-    def add(name: str, text: str, to=parser, **options) -> None:
-        default = usual.get(name.replace("-", "_"))
-        text += f" (default: {default:,})" if type(default) is int and default else ""
-        to.add_argument(f"--{name}", help=text, **{"default": default} | options)
-
-    def between(low: float, high: float) -> Callable:
-        def parsed(word: str) -> float:
-            value = type(high)(word)
-            if not low <= value <= high:
-                raise argparse.ArgumentTypeError(f"{word} is not between {low} and {high}")
-            return value
-
-        parsed.__name__ = "number"  # in argparse's message
-        return parsed
-
-    count = between(0, 1 << 40)
-    parser.add_argument("inputs", nargs="+", help="files, folders, or - for standard input")
-    add("out", "folder to write: shards, tokenizer.model, manifest.json", type=Path, required=True)
-    which = parser.add_mutually_exclusive_group(required=True)
-    pieces = between(FEWEST_PIECES, 65536)
-    text = f"train a tokenizer with this many pieces ({FEWEST_PIECES} to 65536)"
-    add("vocab-size", text, which, type=pieces)
-    add("tokenizer", "use this SentencePiece model", which, type=Path)
+    add, count, yes = parser.add_argument, program.count, {"action": "store_true"}
+    add("inputs", nargs="+", help="files, folders, or - for standard input")
+    add("--out", type=Path, required=True, help="folder of shards, tokenizer and manifest to write")
+    model = parser.add_mutually_exclusive_group(required=True).add_argument
+    model("--vocab-size", type=between(FEWEST_PIECES, 65536), help="train a tokenizer of N pieces")
+    model("--tokenizer", type=Path, help="use this SentencePiece model")
     text = "of a trained tokenizer: no change (default), or the challenge's NFKC and single spaces"
-    add("normalizer", text, choices=("identity", "nmt_nfkc"))
-    text = "train a tokenizer for lower-case text with operators for capitals (data/README.md)"
-    add("caseops", text, action="store_true")
-    side = parser.add_mutually_exclusive_group(required=True)
-    add("val-docs", "the first N documents are validation", side, type=count)
-    text = "about this fraction of the documents, chosen by hash"
-    add("val-fraction", text, side, type=between(0, 1.0))
-    add("field", "field of JSON lines and parquet files (default: text)")
-    add("separator", r"separator of the documents in a text file; \n is a newline")
-    add("skip-bad", "skip up to so many documents that are not text, and name them", type=count)
-    add("strip", "remove white space around documents", action="store_true")
-    add("stdin-format", "of standard input", choices=("txt", "jsonl"), default="txt")
-    add("sample-bytes", "text to train the tokenizer on", type=between(1, 1 << 40))
-    add("shard-tokens", "tokens per shard", type=between(1, 1 << 30))
-    add("workers", "processes", type=between(1, 1024))
-    add("force", "replace the shards in --out", action="store_true")
+    add("--normalizer", choices=("identity", "nmt_nfkc"), help=text)
+    add("--caseops", **yes, help="train one for lower-case text with operators for capitals")
+    side = parser.add_mutually_exclusive_group(required=True).add_argument
+    side("--val-docs", type=count, help="the first N documents are validation")
+    side("--val-fraction", type=between(0, 1.0), help="about this fraction of them, by hash")
+    add("--field", help="of JSON lines and parquet files (default: %(default)s)")
+    add("--separator", help=r"of the documents in a text file; \n is a newline")
+    add(
+        "--skip-bad",
+        type=between(0, 1 << 40),
+        help="skip and name up to N documents that are not text",
+    )
+    add("--strip", **yes, help="remove white space around documents")
+    add("--stdin-format", choices=("txt", "jsonl"), default="txt", help="of standard input")
+    add("--sample-bytes", type=count, help="text to train a tokenizer on (%(default)s)")
+    add("--shard-tokens", type=between(1, 1 << 30), help="tokens per shard (%(default)s)")
+    add("--workers", type=count, help="processes (default: %(default)s)")
+    add("--force", **yes, help="replace the shards in --out")
+    parser.set_defaults(**Options(workers=program.cores())._asdict(), **Reading()._asdict())
     arguments = parser.parse_args()
     if arguments.caseops and (arguments.tokenizer or arguments.normalizer != "identity"):
         needs = "it needs --vocab-size and the identity normalizer"
@@ -722,8 +690,6 @@ def spooled(inputs: list[str], stdin_format: str, folder: Path) -> Iterator[list
 def main() -> None:
     arguments = parse_arguments()
     out = arguments.out
-    if arguments.tokenizer and not arguments.tokenizer.is_file():
-        sys.exit(f"error: --tokenizer {arguments.tokenizer} is not a file")
     options = Options(**{name: getattr(arguments, name) for name in Options._fields})
     reading = Reading(arguments.field, arguments.separator.replace("\\n", "\n"), arguments.strip)
     with (
@@ -735,8 +701,8 @@ def main() -> None:
         tally = build(files, folder, options, reading, progress=progress_bar(files))
     print(*tally.lines(), sep="\n")
     vocab_size = shards.read_manifest(out)["tokenizer"]["vocab_size"]
-    data, model = (shlex.quote(str(path)) for path in (out, out / "tokenizer.model"))
-    start = "./run.sh" if Path.cwd() == ROOT else shlex.quote(str(ROOT / "run.sh"))
+    places = out, out / "tokenizer.model", ROOT / "run.sh"
+    data, model, start = (shlex.quote(str(path)) for path in places)
     print(f"train on it: DATA_PATH={data} TOKENIZER_PATH={model} VOCAB_SIZE={vocab_size} {start}")
 
 

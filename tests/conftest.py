@@ -328,9 +328,8 @@ def nothing_is_left_running(tmp_path):
 def script(tmp_path, env):
     """A function that runs train_gpt.py in an empty folder as a tiny run with changed knobs."""
 
-    def go(*arguments, fresh=False, status=0, **changes) -> subprocess.CompletedProcess:
-        command = [ROOT / "train_gpt.py", *arguments]
-        return run(command, env(**changes), tmp_path, fresh=fresh, status=status)
+    def go(*arguments, status=0, **changes) -> subprocess.CompletedProcess:
+        return run([ROOT / "train_gpt.py", *arguments], env(**changes), tmp_path, status=status)
 
     return go
 

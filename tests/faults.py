@@ -12,7 +12,6 @@ none   nothing
 """
 
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -20,17 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
 
-AT_STEP = {
-    "term": signal.SIGTERM,
-    "int": signal.SIGINT,
-    "hup": signal.SIGHUP,
-    "usr1": signal.SIGUSR1,
-}
-LATER = {  # before which function, and what
-    "late": (train_gpt.Run, "validate", [signal.SIGTERM]),
-    "export": (train_gpt, "export", [signal.SIGINT]),
-    "twice": (train_gpt, "export", [signal.SIGINT, signal.SIGINT]),
-    "score": (train_gpt, "score_artifact", [signal.SIGHUP]),
+AT_STEP = {"term": 15, "int": 2, "hup": 1, "usr1": 10}
+LATER = {  # before which function, and which signals
+    "late": (train_gpt.Run, "validate", [15]),
+    "export": (train_gpt, "export", [2]),
+    "twice": (train_gpt, "export", [2, 2]),
+    "score": (train_gpt, "score_artifact", [1]),
 }
 
 
@@ -44,7 +38,7 @@ def strike(fault: str, run: train_gpt.Run) -> None:
     if fault == "kill" and not Path("killed").exists():
         Path("killed").touch()
         run.checkpoints.written.result()  # tests/test_soak.py kills while files are written
-        send(signal.SIGKILL)
+        send(9)
     if fault in AT_STEP:
         send(AT_STEP[fault])
     if fault == "nan":

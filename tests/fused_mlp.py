@@ -44,20 +44,18 @@ def mend_interpreter() -> None:
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
 
 
-def results(mlp, inputs) -> list[torch.Tensor]:
+def results(mlp, x, up, down) -> list[torch.Tensor]:
     """The output, and the gradients of its product with fixed numbers."""
-    inputs = [t.detach().requires_grad_() for t in inputs]
-    x, up, down = inputs
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    inputs = [t.detach().requires_grad_() for t in (x, up, down)]
+    wide = inputs[0].to(torch.promote_types(x.dtype, torch.float32))
     scale = 1 / (wide.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps)
-    y = mlp(x, scale, up, down)
+    y = mlp(inputs[0], scale, *inputs[1:])
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
     return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
 
 
 def errors(script, dtype, n: int, d: int, m: int, slope: float) -> dict[str, list[float]]:
     """Relative errors, by norms, of y and the gradients of x, up and down, of both forms."""
-    fused = script.load_fused_mlp(slope, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     shapes = ((n, d), (m, d), (m, d))
     x, up, down = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -66,10 +64,10 @@ def errors(script, dtype, n: int, d: int, m: int, slope: float) -> dict[str, lis
     def plain(x, scale, up, down):
         return F.linear((F.leaky_relu(F.linear(x, up), slope).square() * scale).to(x.dtype), down)
 
-    exact = results(plain, [t.double() for t in inputs])
-    found = {}
-    for name, mlp in {"fused": fused, "plain": plain}.items():
-        pairs = zip(results(mlp, inputs), exact, strict=True)
+    exact = results(plain, *(t.double() for t in inputs))
+    forms, found = {"fused": script.load_fused_mlp(slope, torch.device("cpu")), "plain": plain}, {}
+    for name, mlp in forms.items():
+        pairs = zip(results(mlp, *inputs), exact, strict=True)
         found[name] = [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
     return found
 

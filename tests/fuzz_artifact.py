@@ -61,25 +61,21 @@ def forge(value, draw: random.Random) -> None:
         return forge(old, draw)
     number = int(old) if isinstance(old, int | float) or str(old).isdecimal() else 1
     numbers = [0, -1, 1, number + 1, number * 2, number // 2, 1 << 31, 10**12, 10**400, 1e300]
-    value[key] = draw.choice(
-        [*numbers, *map(str, numbers), math.nan, "", "x", None, True, [], {}, [[[[1]]]]]
-    )
+    others = [math.nan, "", "x", None, True, [], {}, [[[[1]]]]]
+    value[key] = draw.choice([*numbers, *map(str, numbers), *others])
     if draw.random() < 0.1:
         del value[key]
 
 
-def artifact(coder: str) -> bytes:
-    knobs = {name: str(value) for name, value in (TINY | {"COMPRESSOR": coder}).items()}
-    hp = train_gpt.Hyperparameters.from_env(knobs)
-    return exported(weights_of(made(hp, seed=1)), hp, metadata={"training": {"steps": 3}})
-
-
 def main() -> None:
     files, draw = int(sys.argv[1]), random.Random(7)
-    outcomes, sentences, slowest = Counter(), Counter(), 0.0
-    blobs = [artifact(coder) for coder in train_gpt.CODERS]
-    for blob in blobs:
-        train_gpt.load_artifact(blob)
+    outcomes, sentences, slowest, blobs = Counter(), Counter(), 0.0, []
+    for coder in train_gpt.CODERS:
+        knobs = {name: str(value) for name, value in (TINY | {"COMPRESSOR": coder}).items()}
+        hp = train_gpt.Hyperparameters.from_env(knobs)
+        metadata = {"training": {"steps": 3}}
+        blobs.append(exported(weights_of(made(hp, seed=1)), hp, metadata=metadata))
+        train_gpt.load_artifact(blobs[-1])
     path = Path(tempfile.mkdtemp(), "f")
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     status = Path("/proc/self/status").read_text()

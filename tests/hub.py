@@ -16,25 +16,17 @@ class Hub:
     """Serves the files below `root` as the data set `repository`; .bin are large, with SHA-256."""
 
     def __init__(self, root: Path, repository: str):
-        self.root = root
-        self.repository = repository
-        self.commit = COMMIT
+        self.root, self.repository, self.commit = root, repository, COMMIT
         self.corrupt = set()  # paths that are served with a flipped bit
         self.requests: list[tuple[str, str]] = []  # method, path
         self.limited: dict[str, int] = {}  # by method, requests of files to answer with HTTP 429
         self.delay = 0.0  # seconds before the content of a .bin
-        hub = self
+        answer = self.answer
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-
-            def do_GET(self):
-                hub.answer(self)
-
-            do_HEAD = do_POST = do_GET
-
-            def log_message(self, *arguments):
-                pass
+            do_GET = do_HEAD = do_POST = lambda request: answer(request)
+            log_message = lambda *_: None  # noqa: E731
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
@@ -60,8 +52,7 @@ class Hub:
         if path.startswith(files) and self.limited.get(request.command, 0):
             self.limited[request.command] -= 1
             self.json(request, {"error": "Too Many Requests"}, 429, **{"Retry-After": "0"})
-            return
-        if path in (api, f"{api}/revision/{self.commit}"):
+        elif path in (api, f"{api}/revision/{self.commit}"):
             siblings = [self.info(name) for name in self.names()]
             facts = {"id": self.repository, "sha": self.commit, "siblings": siblings, "tags": []}
             self.json(request, facts)

@@ -2,6 +2,7 @@
 
 import collections
 import csv
+import dataclasses
 import json
 import sys
 import types
@@ -20,49 +21,32 @@ from conftest import ROOT, run, user_error
 from train_gpt import Comm, Hyperparameters
 
 
-def test_flops_of_the_record():
-    """228.49 MFLOP per token, forward and backward, counted by hand for the published shape."""
+def test_flops():
+    """Of a token of the record, forward and backward, counted by hand."""
     assert abs(flops.flops_per_token(Hyperparameters(), 2048) / 1e6 - 263.10) < 0.01
 
 
-@pytest.mark.parametrize("visits", [1, 3])
-def test_flops_of_a_window(visits):
-    """Of which all positions are scored, or some, or with a band."""
-    hp = Hyperparameters(loop_visits=visits)
-    whole = flops.window_flops(hp, 2048, 2048)
-    assert whole == pytest.approx(2048 * flops.flops_per_token(hp, 2048) / 3)
-    assert 0.8 * whole < flops.window_flops(hp, 2048, 64) < whole
-    assert flops.window_flops(hp, 2048, 64, band=2048) == flops.window_flops(hp, 2048, 64)
-    # A triangle of scores and of weighted values
-    saved = whole - flops.window_flops(hp, 2048, 2048, band=512)
-    assert saved == 2 * len(hp.layer_order()) * 2 * hp.model_dim * sum(range(2048 - 512 + 1))
-
-
-@pytest.mark.parametrize("band", [0, 5, 30])
 @pytest.mark.parametrize("window", [0, 3, 8, 40])
-def test_a_window_leaves_pairs_out(window, band):
+def test_a_window_leaves_pairs_out(window):
     """Counted one by one, in eight layers of eleven."""
     hp = Hyperparameters(attn_window=window)
     seen = lambda *limits: sum(  # noqa: E731
         0 <= i - j < min(filter(None, limits), default=99) for i in range(20) for j in range(20)
     )
-    assert flops.attended(hp, 20, band) == 8 * seen(window, band) + 3 * seen(band)
-    pairs = flops.attended(Hyperparameters(), 20, band) - flops.attended(hp, 20, band)
-    saved = flops.window_flops(Hyperparameters(), 20, 9, band) - flops.window_flops(hp, 20, 9, band)
-    assert saved == 4 * hp.model_dim * pairs
+    assert flops.attended(hp, 20) == 8 * seen(window) + 3 * seen()
+    pairs = flops.attended(Hyperparameters(), 20) - flops.attended(hp, 20)
+    saved = flops.flops_per_token(Hyperparameters(), 20) - flops.flops_per_token(hp, 20)
+    assert 20 * saved == pytest.approx(3 * 4 * hp.model_dim * pairs)
 
 
 def test_attention_is_priced_as_it_was_measured():
     """Forward and backward of a layer, FlashAttention 3, in docs/data/h100_attention.csv."""
     lines = (ROOT / "docs" / "data" / "h100_attention.csv").read_text().splitlines()
     for shape, measured, *_ in list(csv.reader(lines))[3:]:
-        sequences, tokens = (int(number.replace(",", "")) for number in shape.split(" of "))
-        passes = [
-            f"note\tattention\t{way}\t{sequences}\t{tokens}\t8\t64\t{tokens}\t4\t{tokens // 2}"
-            for way in ("forward", "backward")
-        ]
-        launches = h100.launches_of({"log": passes, "kernels": []})
-        modelled = 1e3 * sum(map(h100.seconds, launches))
+        rows, n = (int(number.replace(",", "")) for number in shape.split(" of "))
+        sizes = "\t".join(map(str, (rows, n, 8, 64, n, 4, n // 2)))
+        log = [f"note\tattention\t{way}\t{sizes}" for way in ("forward", "backward")]
+        modelled = 1e3 * sum(map(h100.seconds, h100.launches_of({"log": log, "kernels": []})))
         assert modelled == pytest.approx(float(measured), rel=0.04)
 
 
@@ -83,12 +67,14 @@ def test_the_model_of_a_collective():
 def test_the_streams_of_an_update():
     """Collectives queue behind each other and behind what the device had to do at their start."""
     times = {"a": 1.0, "b": 2.0, "big": 5.0, "small": 1.0}
-    finish = lambda line: h100.finish(line.split(), times)  # noqa: E731
-    assert finish("a b") == 3
-    assert finish("a >big b") == 3, "nobody waits"
-    assert finish("a >big b <big") == 6
-    assert finish("a >big >small b <small b") == 9
-    assert finish(">big >small <big a <small") == 6
+    for line, seconds in {
+        "a b": 3,
+        "a >big b": 3,  # nobody waits
+        "a >big b <big": 6,
+        "a >big >small b <small b": 9,
+        ">big >small <big a <small": 6,
+    }.items():
+        assert h100.finish(line.split(), times) == seconds
 
 
 def test_the_picture_of_an_update(capsys):
@@ -97,13 +83,10 @@ def test_the_picture_of_an_update(capsys):
     h100.draw(Hyperparameters(), 8, h100.time_line(["a", ">big", "b", "<big", "a"], times))
     banks, bars = capsys.readouterr().out.strip().split("\n\n")
     assert "qo_bank   (22, 512, 512)  qqq qqq qqq qqo ooo ooo ooo o--" in banks
-    assert [line.split(None, 3) for line in bars.splitlines()[1:]] == [
-        ["a", "0", "1", "#" * 10],
-        ["big", "1", "5", "=" * 40],
-        ["b", "1", "2", "#" * 10],
-        ["a", "5", "6", "#" * 10],
+    drawn = [("a", 0, 1, "#"), ("big", 1, 5, "="), ("b", 1, 2, "#"), ("a", 5, 6, "#")]
+    assert bars.splitlines()[1:] == [
+        f"  {name:18}{a:6}{b:6}  {10 * a * ' '}{10 * (b - a) * sign}" for name, a, b, sign in drawn
     ]
-    assert [line.index(line.split()[3]) - 34 for line in bars.splitlines()[1:]] == [0, 10, 10, 50]
 
 
 def test_our_order_of_communication_is_that_of_the_script(hyperparameters):
@@ -116,16 +99,14 @@ def test_our_order_of_communication_is_that_of_the_script(hyperparameters):
             words.append(f">{name}")
             return lambda: words.append(f"<{name}")
 
-    def noting(function, word):
-        return lambda *arguments: (words.append(word(*arguments)), function(*arguments))[1]
-
     hp = hyperparameters()
     model = train_gpt.GPT(hp, None, torch.float32)
     muon = train_gpt.ParallelMuon(model, model.initialise(0), hp, Noted(0, 2))
-    banks = {id(shard): bank for bank, shard in muon.banks.items()}
-    names += [f"scatter {bank}" for bank in muon.banks] + ["small"]
+    banks = {id(shard): f"update {bank}" for bank, shard in muon.banks.items()}
+    names += [*(f"scatter {bank}" for bank in muon.banks), "small"]
     names += [f"gather {bank}" for bank in muon.banks]
-    muon.muon_update = noting(muon.muon_update, lambda shard, *_: f"update {banks[id(shard)]}")
+    noting = lambda real, word: lambda *given: (words.append(word(*given)), real(*given))[1]  # noqa: E731
+    muon.muon_update = noting(muon.muon_update, lambda shard, *_: banks[id(shard)])
     muon.update_small = noting(muon.update_small, lambda *_: "Adam")
     muon.gradient_norm = noting(muon.gradient_norm, lambda *_: "clip")
     muon.step(1.0, 0.9)
@@ -158,27 +139,41 @@ def test_errors_of_newton_schulz(one_rank):
 def test_modelled_seconds_of_a_part():
     """A launch takes at least 2.5 us. Operators of eager work have the bytes of their launches."""
     launch = lambda part, kind, moved: dict(part=part, kind=kind, bytes=moved, flops=0, name="")  # noqa: E731
-    small, large = h100.BANDWIDTH * h100.LAUNCH / 2, h100.BANDWIDTH * h100.LAUNCH * 4
-    compiled = [launch("compiled", "triton", moved) for moved in (small, large)]
-    eager = [launch("eager", kind, 0) for kind in ("library", "product")]
-    eager += [launch("eager", "operator", small), launch("eager", "operator", large)]
-    eager += [eager[0], launch("eager", "operator", large)]
-    found = h100.part_seconds(compiled + eager)
+    small, large = (h100.BANDWIDTH * h100.LAUNCH * share for share in (0.5, 4))
+    work = [("triton", small), ("triton", large)]
+    launches = [launch("compiled", *one) for one in work]
+    work = [("library", 0), ("product", 0), ("operator", small), ("operator", large)]
+    work += [("library", 0), ("operator", large)]
+    found = h100.part_seconds(launches + [launch("eager", *one) for one in work])
     assert found == pytest.approx({"compiled": 5 * h100.LAUNCH, "eager": 6 * h100.LAUNCH})
-
-
-def totals(step):
-    """Bytes of the buffers by kind and group."""
-    sums = collections.Counter()
-    for call in step.calls:
-        sums[call.kind, call.group] += call.nbytes
-    return dict(sums)
 
 
 # Weights in a row of each of the record's three banks, which have 22 rows
 MATRICES = 512 * 512 + 256 * 512 + 2048 * 512
 # Bytes of the gradients outside the banks, the squared norm of the others and the report, in fp32
 SMALL = 4 * (32_597_081 - 22 * MATRICES + 1 + 3)
+
+
+@pytest.mark.parametrize(
+    "ranks, shard, rank, rows",
+    [(8, 8, 0, 24), (64, 64, 0, 64), (1024, 1024, 0, 1024)]
+    + [(16, 8, 9, 24), (1024, 8, 0, 24), (1024, 8, 1023, 24)],
+)
+def test_bytes_of_a_step(ranks, shard, rank, rows):
+    """Banks are padded to a multiple of the ranks that share them, so traffic grows with these.
+    Between nodes goes an eighth of each bank."""
+    bank, inner = 2 * rows * MATRICES, "all" if ranks == shard else "shard"
+    expected = {("all_reduce", "all"): SMALL, ("reduce_scatter", inner): bank}
+    expected |= {("all_gather", inner): bank}
+    expected |= {("all_reduce", "replicate"): bank / 8} if ranks > shard else {}
+    node = rank // shard * shard
+    members = {"all": range(ranks), "shard": range(node, node + shard)}
+    members["replicate"] = range(rank % shard, ranks, shard)
+    found = collections.Counter()
+    for call in scaling.count(Hyperparameters(), ranks, shard, rank=rank).calls:
+        found[call.kind, call.group] += call.nbytes
+        assert call.ranks == tuple(members[call.group])
+    assert found == expected
 
 
 def test_the_first_window_is_a_batch_of_one_chunk_only():
@@ -191,54 +186,28 @@ def test_the_first_window_is_a_batch_of_one_chunk_only():
     assert h100.extrapolate(options, found, launches) == {"challenge_seconds": 4 * 5.0}
 
 
-@pytest.mark.parametrize("ranks, rows", [(8, 24), (64, 64), (1024, 1024)])
-def test_bytes_of_one_shard_group(ranks, rows):
-    """Banks are padded to a multiple of the ranks, so traffic grows with them."""
-    step = scaling.count(Hyperparameters(), ranks, ranks)
-    bank = 2 * rows * MATRICES
-    kinds = dict(all_reduce=SMALL, reduce_scatter=bank, all_gather=bank)
-    assert totals(step) == {(kind, "all"): nbytes for kind, nbytes in kinds.items()}
-    sent = (ranks - 1) / ranks * (2 * SMALL + 2 * bank)
-    assert sum(call.sent for call in step.calls) == pytest.approx(sent)
-
-
-@pytest.mark.parametrize("ranks, rank", [(16, 9), (1024, 0), (1024, 1023)])
-def test_bytes_of_hybrid_sharding(ranks, rank):
-    """Within a node as on one; between nodes an eighth of each bank. Every rank sends as many."""
-    step = scaling.count(Hyperparameters(), ranks, 8, rank=rank)
-    bank = 2 * 24 * MATRICES
-    expected = {("all_reduce", "all"): SMALL, ("reduce_scatter", "shard"): bank}
-    expected |= {("all_reduce", "replicate"): bank / 8, ("all_gather", "shard"): bank}
-    assert totals(step) == expected
-    node = tuple(range(rank // 8 * 8, rank // 8 * 8 + 8))
-    members = dict(all=tuple(range(ranks)), shard=node, replicate=tuple(range(rank % 8, ranks, 8)))
-    assert {call.group: call.ranks for call in step.calls} == members
-
-
 def test_ranks_that_cannot_share_a_batch(hyperparameters):
     """The model leaves out the ranks that the loader refuses."""
     hp = hyperparameters()
-    assert [scaling.sequences(hp, ranks) for ranks in (1, 8, 24)] == [24, 3, 1]
-    for ranks in (16, 48):  # 1.5 and 0.5 sequences per rank
-        assert scaling.sequences(hp, ranks) == 0
-        comm = train_gpt.Comm(0, ranks)
-        runtime = types.SimpleNamespace(comm=comm, device=torch.device("cpu"), attention="sdpa")
+    worlds = (1, 8, 24, 16, 48)  # the last two have 1.5 and 0.5 sequences per rank
+    assert [scaling.sequences(hp, ranks) for ranks in worlds] == [24, 3, 1, 0, 0]
+    for ranks in worlds[3:]:
+        runtime = types.SimpleNamespace(comm=Comm(0, ranks), device="cpu", attention="sdpa")
         with user_error(f"so {ranks} ranks cannot share its sequences evenly"):
             train_gpt.TrainingLoader(hp, runtime)
 
 
 def test_curves_are_printed_and_drawn(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(scaling, "WORLDS", [1, 16])
-    words = ["scaling.py", "--plot", str(tmp_path / "s.png"), "--network", "1.6"]
-    monkeypatch.setattr(sys, "argv", words)
+    drawn = tmp_path / "s.png"
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--plot", str(drawn), "--network", "1.6"])
     scaling.main()
     out = capsys.readouterr().out
-    assert "between nodes 20 us and 1.6 GB/s" in out
-    assert (tmp_path / "s.png").stat().st_size > 10_000
+    assert "between nodes 20 us and 1.6 GB/s" in out and drawn.stat().st_size > 10_000
     found = json.loads(out.splitlines()[-1])["modelled"]
-    assert [row["ranks"] for row in found["weak"]] == [1, 16]
-    fixed = [(row["ranks"], row["tokens"]) for row in found["fixed"]]
-    assert fixed == [(1, 786_432), (16, 49_152), (384, 2048)]
+    rows = {kind: [(row["ranks"], row["tokens"]) for row in found[kind]] for kind in found}
+    assert rows["weak"] == [(1, scaling.SHARE), (16, scaling.SHARE)]
+    assert rows["fixed"] == [(1, 786_432), (16, 49_152), (384, 2048)]
 
 
 class Peers(Comm):
@@ -257,36 +226,30 @@ class Peers(Comm):
         return lambda: None
 
 
-def matrices_of(way) -> list[torch.Tensor]:
-    """All matrices (out, in) of one of the ways to update them."""
-    if isinstance(way, optimizer.Ours):
-        return optimizer.matrices(way.optimizer.weights())
-    return [matrix for weight in way.weights for matrix in weight.view(-1, *weight.shape[-2:])]
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 @torch.no_grad()
 def test_the_ways_to_update_agree(ranks, hyperparameters, monkeypatch):
     """In fp32 they are one mathematics, but for MuonEq-R. Of two ranks each has its rows."""
     monkeypatch.setattr(optimizer, "Comm", Peers)
     hp = hyperparameters(MUON_EQ=0, GRAD_CLIP_NORM=0)
-    alone = types.SimpleNamespace(comm=Comm(), device=torch.device("cpu"), dtype=torch.float32)
-    alone.attend, alone.compiled = None, False
+    alone = train_gpt.Runtime(Comm(), torch.device("cpu"), torch.float32, False, 1024)
     start = optimizer.matrices(optimizer.random_banks(hp, alone.device)[0])
     reference = optimizer.Separate(hp, alone, alone.comm)
+    reference.step()
+    reference.step()
     found = collections.defaultdict(lambda: [set() for _ in start])
-    monkeypatch.setattr(Peers, "calls", collections.Counter())
-    for _ in range(2):
-        reference.step()
     for rank in range(ranks):
-        runtime = types.SimpleNamespace(**vars(alone) | {"comm": Peers(rank, ranks)})
+        runtime = dataclasses.replace(alone, comm=Peers(rank, ranks))
         for name, way in optimizer.updates(hp, runtime, separate=ranks == 1).items():
             Peers.calls.clear()
             way.step()
-            if name == "ours, all-reduced":  # three banks and the small gradients
-                assert +Peers.calls == {"all_reduce": 4}
             way.step()
-            rows = zip(found[name], start, reference.weights, matrices_of(way), strict=True)
+            if name == "ours, all-reduced":  # three banks and the small gradients
+                assert +Peers.calls == {"all_reduce": 2 * 4}
+            ours = isinstance(way, optimizer.Ours)
+            weights = optimizer.matrices(way.optimizer.weights()) if ours else way.weights
+            weights = [one for w in weights for one in w.view(-1, *w.shape[-2:])]
+            rows = zip(found[name], start, reference.weights, weights, strict=True)
             for errors, before, expected, weight in rows:
                 error = (weight - expected).norm() / (expected - before).norm()
                 # Rows of the other rank are what was in the memory
@@ -300,12 +263,12 @@ def test_the_ways_to_update_agree(ranks, hyperparameters, monkeypatch):
 def test_the_ways_to_update_are_timed(ranks, env, tmp_path):
     """With the update's own rows on one rank, and with communication on several."""
     program = [ROOT / "bench" / "optimizer.py", "--rounds", 3]
-    lines = run(program, env(), tmp_path, ranks).stdout.splitlines()
-    found = json.loads(lines[-1])
-    assert sum(line.startswith("torch ") for line in lines) == 1 and found["bench"] == "optimizer"
-    names = {row["variant"] for row in found["update"]}
+    out = run(program, env(), tmp_path, ranks).stdout
+    rows = json.loads(out.splitlines()[-1])["update"]
+    assert out.count("torch 2") == 1, "rank 0 prints"
+    names = {row["variant"] for row in rows}
     assert ("ours, all-reduced" in names, "one call each" in names) == (ranks == 2, ranks == 1)
-    for row in found["update"]:
+    for row in rows:
         assert 0 < row["min"] <= row["ratio"] <= row["max"] and row["median_ms"] > 0
 
 

@@ -12,16 +12,7 @@ import pytest
 import compare
 from conftest import ROOT, assert_mistake, run, user_error
 from lib import html_page, record_curves, runs
-from sample_logs import CURVES, PUBLISHED, log_of, logs_of, written
-
-
-def group(folder: Path, values: dict[int, float], rate: float = 1.7) -> list:
-    """Logs that look published, with these losses by seed."""
-    for seed, loss in values.items():
-        log = PUBLISHED.replace("seed:42", f"seed:{seed}")
-        log = log.replace("1.89385556 val_bpb:1.12165091", f"{loss:.8f} val_bpb:{loss / rate:.8f}")
-        written(folder, log, f"train_seed{seed}.log")
-    return runs.read_group(str(folder))
+from sample_logs import CURVES, PUBLISHED, group, log_of, logs_of, written
 
 
 def test_welch_is_the_textbook_one(tmp_path):
@@ -42,7 +33,7 @@ def test_welch_is_the_textbook_one(tmp_path):
         ({1: 1.880, 2: 1.8802, 3: 1.8801}, True, "\nA record: B is better by 0.0199 nats"),
         ({1: 1.896, 2: 1.8962, 3: 1.8961}, False, "better by 0.0039 nats, and at least 0.005"),
         ({1: 1.910, 2: 1.9102, 3: 1.9101}, False, "worse by 0.0101 nats"),
-        ({1: 1.880, 2: 1.9, 3: 1.886}, False, "seeds of each would show it: "),
+        ({1: 1.880, 2: 1.9, 3: 1.886}, False, "it may be chance (p = "),
         # Better at all with p = 0.0006, by more than the margin with 0.02
         ({1: 1.8938, 2: 1.8944, 3: 1.8935}, False, "large enough, but it may be chance (p = 0.0"),
         ({1: 1.880}, False, "3 and 1 seeds cannot show it"),
@@ -78,14 +69,14 @@ def test_the_p_of_welch_decides(b, conclusion, tmp_path):
 
 def test_pairs_are_of_equal_seeds_in_any_order_of_the_logs():
     """seed10 comes before seed2, and a seed of one side alone is left out."""
-    a, b = made([1.9, 1.95, 1.97, 1.8]), made([1.85, 1.93, 1.91])
+    losses = [1.9, 1.95, 1.97, 1.8], [1.85, 1.93, 1.91]
+    a, b = map(made, losses)
 
     def paired(*sides) -> list[str]:
-        losses = [[run.score.loss for run in side] for side in sides]
-        lines = compare.tests_of(*sides, *losses)
+        lines = compare.tests_of(*sides, *([run.score.loss for run in side] for side in sides))
         return [line for line in lines if "paired" in line]
 
-    test = compare.paired([1.9, 1.95, 1.97], [1.85, 1.93, 1.91])
+    test = compare.paired(losses[0][:3], losses[1])
     assert f"(0 1 2): t = {test.t:.2f}, df = 2, p = {test.p:.4g}" in paired(a, b)[0]
     assert paired(a, b[::-1]) == paired(a[::-1], b) == paired(a, b)
 
@@ -103,37 +94,39 @@ def test_unequal_seeds_are_told(tmp_path):
     assert f"But {told}." in " ".join(page.read_text().split())
 
 
-def test_a_side_of_several_texts_is_refused(tmp_path):
-    mixed = group(tmp_path / "a", {1: 1.9}) + group(tmp_path / "b", {2: 1.9}, rate=1.7005)
-    with user_error("the logs of one side were scored on different texts or tokenizers"):
-        compare.losses(mixed, mixed[:1])
-
-
 def test_other_tokenizers_are_compared_by_bits(tmp_path):
     a = group(tmp_path / "a", {1: 1.9, 2: 1.91}, rate=1.7)
     b = group(tmp_path / "b", {1: 2.4, 2: 2.41}, rate=2.2)
     of_a, of_b, note = compare.losses(a, b)
     assert of_a == pytest.approx([1.9 / 1.7 * 2.2, 1.91 / 1.7 * 2.2], rel=1e-6)
-    assert of_b == [2.4, 2.41]
-    assert "tokenizers differ" in note
+    assert of_b == [2.4, 2.41] and "tokenizers differ" in note
 
 
-def test_groups_that_cannot_be_compared(tmp_path, swept):
-    first = logs_of(swept)[0]
-    mixed = ",".join(str(logs_of(swept, rate)[0]) for rate in ("0.005", "0.025"))
-    with user_error(r"MATRIX_LR=0.005 and 0.025"):
-        runs.read_group(mixed)
-    with user_error("seed 1 more than once"):
-        runs.read_group(f"{first},{first}")
-    with user_error("there are no logs in"):
-        runs.read_group(str(tmp_path / "no*"))
-    unfinished = written(tmp_path / "unfinished", PUBLISHED[: PUBLISHED.index("DIAG")])
-    with user_error("did not finish"):
-        runs.read_group(str(unfinished))
-    fewer = re.sub(r"val_tokens:\d+", "val_tokens:77", logs_of(swept)[1].read_text())
-    other = written(tmp_path, fewer, "other.txt")
-    with user_error("were scored on 77 and"):
-        compare.losses(runs.read_group(str(first)), runs.read_group(str(other)))
+def test_logs_that_are_no_group(tmp_path, swept):
+    first, slow = logs_of(swept)[0], logs_of(swept, "0.005")[0]
+    unfinished = written(tmp_path, PUBLISHED[: PUBLISHED.index("DIAG")])
+    for logs, part in (
+        (f"{slow},{first}", "MATRIX_LR=0.005 and 0.025"),
+        (f"{first},{first}", "seed 1 more than once"),
+        (f"{tmp_path}/no*", "there are no logs in"),
+        (f"{unfinished}", "did not finish"),
+        (f"{first},nothing.log", "cannot read"),
+    ):
+        with user_error(part):
+            runs.read_group(logs)
+
+
+def test_another_text_is_not_compared(tmp_path, swept):
+    """Also with other tokenizers the text must be the same."""
+    mixed = group(tmp_path / "a", {1: 1.9}) + group(tmp_path / "b", {2: 1.9}, rate=1.7005)
+    with user_error("the logs of one side were scored on different texts or tokenizers"):
+        compare.losses(mixed, mixed[:1])
+    first, second = (runs.read_run(log) for log in logs_of(swept))
+    assert len(compare.losses([first], [second])[0]) == 1
+    for what in ("tokens", "bytes"):
+        other = re.sub(rf"val_{what}:\d+", f"val_{what}:77", second.path.read_text())
+        with user_error(f"were scored on 77 and .* {what}: score"):
+            compare.losses([runs.read_run(written(tmp_path, other))], [first])
 
 
 def test_a_failed_run_is_left_out(tmp_path, capsys):
@@ -146,8 +139,6 @@ def test_a_failed_run_is_left_out(tmp_path, capsys):
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"left out: {failed} has no final score: the run did not finish")
     assert second.startswith(f"left out: {dead} has neither steps nor scores")
-    with user_error("cannot read"):
-        runs.read_group(f"{tmp_path / 'a'},nothing.log")
 
 
 def test_help_needs_no_scipy(tmp_path):
@@ -162,14 +153,20 @@ def test_help_needs_no_scipy(tmp_path):
     assert_mistake(command, tmp_path, "error: No module named it: run ", **broken)
 
 
-def test_the_same_runs_are_equal(tmp_path):
+def test_the_program(tmp_path):
+    """Exit status 3: equal, or behind a record's track."""
     group(tmp_path / "a", {1: 1.9, 2: 1.91, 3: 1.92})
-    one = tmp_path / "a" / "train_seed1.log"
-    for a, b, status, part in (
-        (tmp_path / "a", f"{tmp_path}/a/*.log", 3, "B is equal to A: both are the same runs"),
-        (tmp_path / "a", one, 1, f"error: {one} is on both sides: leave it out of one of them"),
+    written(tmp_path, log_of("1493", "42"), "good.txt")
+    written(tmp_path, log_of("1493", "42", lambda step, nats: nats + 1), "worse.txt")
+    one = "a/train_seed1.log"
+    for words, status, part in (
+        ("a a/*.log", 3, "B is equal to A: both are the same runs"),
+        (f"a {one}", 1, f"error: {tmp_path / one} is on both sides: leave it out of one of them"),
+        ("good.txt --record 1493", 0, "beside #1493 (published, 8 x H100)"),
+        ("worse.txt --record 1493", 3, "behind the published track"),
     ):
-        result = run([ROOT / "tools" / "compare.py", a, b], {}, tmp_path, status=status)
+        command = [ROOT / "tools" / "compare.py", *words.split()]
+        result = run(command, {}, tmp_path, status=status)
         assert part in result.stdout + result.stderr and "Welch" not in result.stdout
 
 
@@ -193,51 +190,12 @@ def made(losses: list[float]) -> list[runs.Run]:
     return [SimpleNamespace(score=score, seed=seed) for seed, score in enumerate(scores)]
 
 
-def test_how_many_more_seeds_would_be_needed():
-    """The count is the first at which Welch's test would be significant."""
-    a, b = made([1.02, 1.03, 1.01]), made([1.00, 1.01, 0.99])
-    counts, why = compare.verdict(a, b)
-    assert not counts
-    needed = int(re.search(r"(\d+) seeds of each would show it", why)[1])
-    assert f"{needed - 3} more of A and {needed - 3} more of B" in why
-    sides = [[run.score.loss for run in side] for side in (a, b)]
-
-    def p_of(count: int) -> float:
-        """With as many values of these means and deviations."""
-        found = []
-        for side in sides:
-            mean, deviation = statistics.fmean(side), statistics.stdev(side)
-            values = np.arange(count) - (count - 1) / 2
-            found.append((mean + deviation * values / values.std(ddof=1)).tolist())
-        return compare.welch(*found, compare.MARGIN).p
-
-    assert p_of(needed) < compare.RECORD_LEVEL <= p_of(needed - 1)
-    assert compare.seeds_needed(*reversed(sides)) is None, "B is worse"
-    several = sides[0], sides[1] * 4
-    fewer = compare.seeds_needed(*several)
-    assert 3 < fewer < 12
-    assert f"{fewer - 3} more of A and 0 more of B" in compare.more_seeds(*several)
-
-
 @pytest.mark.parametrize("score", ["nan", "inf", "0.0"])
-def test_a_score_that_is_not_finite_is_an_error(score, copied):
+def test_a_score_that_is_not_finite_is_an_error(score, tmp_path):
     """Every comparison with nan is false, so it would have counted as a record."""
-    log = logs_of(copied)[0]
-    form = r"(final_int6_sliding_window_exact val_loss:\S+ val_bpb:)\S+"
-    log.write_text(re.sub(form, rf"\g<1>{score}", log.read_text()))
+    log = written(tmp_path, PUBLISHED.replace("1.12165091", score))
     with user_error(f"has the score {score}: it cannot be compared"):
-        runs.read_group(f"{log.parent}/t_MATRIX_LR=0.025_seed*.txt")
-
-
-def test_texts_of_different_sizes_are_not_compared(copied):
-    """Also with other tokenizers the text must be the same."""
-    sides = [[runs.read_run(log) for log in logs_of(copied, r)] for r in ("0.025", "0.005")]
-    assert len(compare.losses(*sides)[0]) == len(sides[0])
-    for log in logs_of(copied, "0.005"):
-        log.write_text(re.sub(r"val_bytes:\d+", "val_bytes:900", log.read_text()))
-    other = [runs.read_run(log) for log in logs_of(copied, "0.005")]
-    with user_error("the logs were scored on .* bytes: score all on the same"):
-        compare.losses(sides[0], other)
+        runs.read_group(str(log))
 
 
 # ---- Beside the published losses of a record -----------------------------------------------------
@@ -252,22 +210,19 @@ def test_each_seed_of_a_record_is_on_its_track(tmp_path, name):
         assert ok and "on the published track in all" in text, text
 
 
-def test_a_run_that_leaves_the_track_is_told_where(tmp_path):
-    worse = log_of("399", "42", lambda step, nats: nats + 0.1 * (step >= 400))
-    ok, text = followed(tmp_path, "399", worse)
-    assert not ok
-    assert "behind the published track from step 400 (train) on" in text
-    assert "+0.1" in text and text.count("  behind") > 30
-    better = log_of("399", "42", lambda step, nats: nats - 0.1 * (step >= 400))
-    ok, text = followed(tmp_path / "b", "399", better)
-    assert ok and " of them ahead" in text and "  ahead" in text
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_behind(tmp_path, value):
-    text = log_of("399", "42", lambda step, nats: value if step == 4000 else nats)
-    ok, report = followed(tmp_path, "399", text)
-    assert not ok and "behind the published track from step 4000 (" in report
+@pytest.mark.parametrize(
+    "moved, on_track, told",
+    [
+        (0.1, False, r"(?s)(\+0\.1\d+  behind.*){20}\nbehind .* from step 400 \(train\) on"),
+        (-0.1, True, r"(?s)  ahead\n.* of them ahead"),
+        (math.nan, False, r"behind the published track from step 400 \("),
+        (math.inf, False, r"behind the published track from step 400 \("),
+    ],
+)
+def test_a_run_that_leaves_the_track_is_told_where(tmp_path, moved, on_track, told):
+    log = log_of("399", "42", lambda step, nats: nats + (step >= 400 and moved))
+    ok, text = followed(tmp_path, "399", log)
+    assert ok is on_track and re.search(told, text), text
 
 
 def test_limits_follow_the_seeds(tmp_path):
@@ -336,13 +291,3 @@ def test_a_running_log_is_compared(tmp_path):
 def test_what_cannot_be_compared_is_an_error(tmp_path, name, text, part):
     with user_error(part):
         followed(tmp_path, name, text)
-
-
-def test_the_program(tmp_path):
-    """Exit status 0 on the track, 3 behind it."""
-    program = ROOT / "tools" / "compare.py"
-    log = written(tmp_path, log_of("1493", "42"))
-    result = run([program, log, "--record", "1493"], {}, tmp_path)
-    assert "beside #1493 (published, 8 x H100)" in result.stdout
-    worse = written(tmp_path, log_of("1493", "42", lambda step, nats: nats + 1), "worse.txt")
-    run([program, worse, "--record", "1493"], {}, tmp_path, status=3)

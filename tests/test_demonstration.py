@@ -28,9 +28,9 @@ def library(tmp_path_factory):
     source = [4 * (i % 3) * " " + line for i, line in enumerate(made_lines(1200))]
     for i in range(60):
         rare = f"\tx{i} = 'caf\u00e9 \u4e2d \U0001f600'\r\n"
-        text = "\n".join([*source[i * 20 : i * 20 + 20], rare])
-        (folder / f"m{i:02d}.py").write_text("  \n" + text, newline="")
-    (folder / "m08.py").write_bytes((folder / "m07.py").read_bytes())
+        text = "\n".join(["  ", *source[i * 20 : i * 20 + 20], rare])
+        (folder / f"m{i:02d}.py").write_text(text, newline="")
+    shutil.copy(folder / "m07.py", folder / "m08.py")
     (folder / "latin.py").write_bytes(b"# caf\xe9\n")
     (folder / "nul.py").write_text("a\0b")
     (folder / "test").mkdir()
@@ -47,24 +47,23 @@ def built(library, tmp_path_factory):
 def test_corpus_is_exact_and_split_by_document(built, library):
     folder, line = built
     texts = demo_corpus.documents(library)
-    assert "m07.py" in texts
-    assert not {"latin.py", "test/t.py"} & set(texts)
-    held_out = demo_corpus.held_out(texts, 4000)
-    expected = b"".join(texts[name].encode() for name in held_out)
-    counter = train_gpt.ByteCounter(str(folder / "tokenizer.model"), demo_corpus.VOCAB_SIZE)
-    tokens = train_gpt.read_shard(folder / "fineweb_val_000000.bin")
-    found = report.validation(str(folder), str(folder / "tokenizer.model"), demo_corpus.VOCAB_SIZE)
-    assert found == (len(tokens), expected)
-    assert counter.count(tokens).sum() == len(expected)
-    assert (tokens == train_gpt.BOS).sum() == len(held_out)
+    assert "m07.py" in texts and not {"latin.py", "test/t.py"} & set(texts)
     assert "made in" in line
+    held_out = demo_corpus.held_out(texts, 4000)
+    expected = [texts[name].encode() for name in held_out]
+    assert max(map(len, expected)) <= 1000, "no long file dominates the validation text"
+    own, vocabulary = str(folder / "tokenizer.model"), demo_corpus.VOCAB_SIZE
+    counter = train_gpt.ByteCounter(own, vocabulary)
+    tokens = train_gpt.read_shard(folder / "fineweb_val_000000.bin")
+    found = report.validation(str(folder), own, vocabulary)
+    assert found == (len(tokens), b"".join(expected))
+    assert counter.count(tokens).sum() == len(found[1])
+    assert (tokens == train_gpt.BOS).sum() == len(held_out)
     # Fault B29: each U+2581 of a piece is 1 byte of text, not 3
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    pieces = sentencepiece.SentencePieceProcessor(model_file=own)
     run_of_four = pieces.piece_to_id("\u2581" * 4)
     assert run_of_four != pieces.unk_id(), "the tokenizer has learnt indentation"
     assert counter.count(np.array([pieces.piece_to_id("\n"), run_of_four])) == [4]
-    # No long file dominates the validation text
-    assert max(len(texts[name].encode()) for name in held_out) <= 1000
 
 
 def test_corpus_is_made_once(built, library, tmp_path):
@@ -77,11 +76,13 @@ def test_corpus_is_made_once(built, library, tmp_path):
     assert demo_corpus.build(data, texts, val_bytes=4000).startswith("made in")
 
 
+OTHER = "holds something else than the demonstration's data"
+
+
 def test_only_data_of_the_demonstration_are_replaced(library, tmp_path):
     (tmp_path / "mine").mkdir()
     file, inside = tmp_path / "notes.txt", tmp_path / "mine" / "notes.txt"
-    other = "holds something else than the demonstration's data"
-    for target, mine, said in ((file, file, "is a file"), (inside.parent, inside, other)):
+    for target, mine, said in ((file, file, "is a file"), (inside.parent, inside, OTHER)):
         mine.write_text("mine")
         with user_error(said):
             demo_corpus.build(target, library, val_bytes=4000)
@@ -95,8 +96,7 @@ def test_only_a_killed_build_of_the_demonstration_is_repeated(
 ):
     """The manifest is the last file to move. A killed build may have moved no file, and shards of
     the same names may lie there since."""
-    partial = tmp_path / tokenize_text.PARTIAL
-    shutil.copytree(built[0], partial)
+    partial = shutil.copytree(built[0], tmp_path / tokenize_text.PARTIAL)
     manifest = shards.read_manifest(partial)
     manifest["made_by"] |= {"tool": f"data/{tool}.py"}
     (partial / "manifest.json").write_text(json.dumps(manifest))
@@ -110,16 +110,14 @@ def test_only_a_killed_build_of_the_demonstration_is_repeated(
         assert demo_corpus.build(tmp_path, library) == "made"
 
 
-FOREIGN = ["fineweb_train_000000.bin", "fineweb_train_000009.bin", "tokenizer.model"]
-
-
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", ["fineweb_train_000000", "fineweb_train_000009", "tokenizer"])
 def test_foreign_files_beside_the_manifest_are_kept(built, library, tmp_path, name):
     folder = shutil.copytree(built[0], tmp_path / "data")
-    write_shard(folder / name, np.arange(9))
-    with user_error("holds something else than the demonstration's data: choose another folder"):
+    path = next(folder.glob(f"{name}.*"), folder / f"{name}.bin")
+    write_shard(path, np.arange(9))
+    with user_error(f"{OTHER}: choose another folder"):
         demo_corpus.build(folder, library, val_bytes=5000)
-    assert len(train_gpt.read_shard(folder / name)) == 9
+    assert len(train_gpt.read_shard(path)) == 9
 
 
 @pytest.fixture(scope="module")
@@ -170,16 +168,17 @@ def test_loss_curve():
 
 def test_text_of_own_data(data, tmp_path):
     """All validation shards are used. Text without document starts is whole."""
-    tokens, text = report.validation(str(data), str(data / "tokenizer.model"), VOCAB)
+    own = str(data / "tokenizer.model"), VOCAB
+    count, text = report.validation(str(data), *own)
     parts = [train_gpt.read_shard(data / f"fineweb_val_00000{i}.bin") for i in (0, 1)]
-    assert tokens == sum(map(len, parts))
-    counter = train_gpt.ByteCounter(str(data / "tokenizer.model"), VOCAB)
+    assert count == sum(map(len, parts))
+    counter = train_gpt.ByteCounter(*own)
     # A document continues in the second shard
     assert len(text) == counter.count(np.concatenate(parts)).sum()
-    write_shard(tmp_path / "fineweb_val_000000.bin", parts[0][5:24])
-    count, text = report.validation(str(tmp_path), str(data / "tokenizer.model"), VOCAB)
-    expected = counter.count(np.append(train_gpt.BOS, parts[0][5:24])).sum()
-    assert (count, len(text)) == (19, expected)
+    part = parts[0][5:24]
+    write_shard(tmp_path / "fineweb_val_000000.bin", part)
+    count, text = report.validation(str(tmp_path), *own)
+    assert (count, len(text)) == (19, counter.count(np.append(train_gpt.BOS, part)).sum())
 
 
 def test_report_of_an_unfinished_run(demonstrated, tmp_path):
@@ -193,58 +192,47 @@ def test_report_of_an_unfinished_run(demonstrated, tmp_path):
 
 # ---- Settings, with the user's own winning -------------------------------------------------------
 @pytest.mark.parametrize(
-    "given, cores, ranks",
+    "given, cores, name, expected",
     [
-        ({}, 1, "1"),
-        ({}, 2, "2"),
-        ({}, 7, "4"),
-        ({}, 64, "8"),
-        ({"TRAIN_BATCH_TOKENS": "1536"}, 4, "3"),
-        ({"NPROC": "3"}, 4, "3"),
+        ({}, 1, "NPROC", "1"),  # as many processes as cores that divide the sequences
+        ({}, 2, "NPROC", "2"),
+        ({}, 7, "NPROC", "4"),
+        ({}, 64, "NPROC", "8"),
+        ({"TRAIN_BATCH_TOKENS": "1536"}, 4, "NPROC", "3"),
+        ({"NPROC": "3"}, 4, "NPROC", "3"),
+        ({}, 2, "DATA_PATH", "demo_data"),
+        ({}, 2, "TOKENIZER_PATH", "demo_data/tokenizer.model"),
+        ({"MAX_WALLCLOCK_SECONDS": "7.5"}, 2, "MAX_WALLCLOCK_SECONDS", None),
+        ({"RUN_ID": "mine"}, 2, "RUN_ID", None),
+        ({}, 2, "WARMDOWN_FRAC", "0.5"),
+        ({"WARMDOWN_FRAC": "0.1"}, 2, "WARMDOWN_FRAC", None),
+        ({"WARMDOWN_ITERS": "9"}, 2, "WARMDOWN_FRAC", None),  # it would be replaced
+        ({"GRID": "SEED=1 WARMDOWN_ITERS=9,10", "RUN_SH": "GRID"}, 2, "WARMDOWN_FRAC", None),
+        ({"GRID": "MATRIX_LR=0.1,0.2", "RUN_SH": "GRID"}, 2, "WARMDOWN_FRAC", "0.5"),
+        ({"NUM_LAYERS": "1"}, 2, "NUM_LAYERS", None),
+        ({"NUM_LAYERS": "1"}, 2, "XSA_LAST_N", "1"),  # few layers lower what would exceed them
+        ({"NUM_LAYERS": "6"}, 2, "XSA_LAST_N", "2"),
+        ({"NUM_LAYERS": "2", "XSA_LAST_N": "1"}, 2, "XSA_LAST_N", None),
     ],
 )
-def test_as_many_processes_as_cores_that_divide_the_sequences(given, cores, ranks):
-    assert demo_settings.settings(given, cores)["NPROC"] == ranks
-
-
-def test_settings_yield_to_the_users():
-    found = demo_settings.settings({}, 2)
-    assert found["DATA_PATH"] == "demo_data"
-    assert found["TOKENIZER_PATH"] == "demo_data/tokenizer.model"
-    assert train_gpt.Hyperparameters.from_env(found).warmdown_frac == 0.5
-    given = {"NUM_LAYERS": "3", "MAX_WALLCLOCK_SECONDS": "7.5", "RUN_ID": "mine"}
-    assert not given.keys() & demo_settings.settings(given, 2).keys()
-    # WARMDOWN_FRAC would replace WARMDOWN_ITERS
-    mine = ("WARMDOWN_ITERS", "9"), ("GRID", "SEED=1 WARMDOWN_ITERS=9,10"), ("WARMDOWN_FRAC", "0.1")
-    own = {"RUN_SH": "GRID"}
-    for name, value in mine:
-        assert "WARMDOWN_FRAC" not in demo_settings.settings({name: value, **own}, 2)
-    assert "WARMDOWN_FRAC" in demo_settings.settings({"GRID": "MATRIX_LR=0.1,0.2", **own}, 2)
-
-
-@pytest.mark.parametrize("layers, xsa", [("1", "1"), ("2", "2"), ("6", "2")])
-def test_few_layers_lower_what_would_exceed_them(layers, xsa):
-    assert demo_settings.settings({"NUM_LAYERS": layers}, 2)["XSA_LAST_N"] == xsa
-    assert "XSA_LAST_N" not in demo_settings.settings({"NUM_LAYERS": "2", "XSA_LAST_N": "1"}, 2)
+def test_settings_follow_the_machine_and_yield_to_the_users(given, cores, name, expected):
+    assert demo_settings.settings(given, cores).get(name) == expected
 
 
 def test_settings_are_printed_byte_for_byte(tmp_path, monkeypatch, capfdbinary):
     """run.sh exports them. A name that is not UTF-8 would be refused or escaped."""
-    folder = tmp_path / "caf\udcff"
-    folder.mkdir()
+    (folder := tmp_path / "caf\udcff").mkdir()
     entry = {"path": "t.model", "sha256": "0", "vocab_size": 400}
     shards.write_manifest(folder, files={}, tokenizer=entry)
     monkeypatch.setattr(demo_settings.os, "environ", {"DATA_PATH": str(folder)})
     monkeypatch.setattr(demo_settings.sys, "argv", ["demo_settings.py"])
     program.run_program(demo_settings.main)
-    line = os.fsencode(f"TOKENIZER_PATH={folder}/t.model\n")
-    assert line in capfdbinary.readouterr().out
+    assert os.fsencode(f"TOKENIZER_PATH={folder}/t.model\n") in capfdbinary.readouterr().out
 
 
 def test_each_demonstration_has_a_name_of_its_own(tmp_path):
     """Except in a sweep, which goes on where it was, and for RESUME."""
-    expected = ["demo", "demo2", "demo3"]
-    for name in expected:
+    for name in ("demo", "demo2", "demo3"):
         assert demo_settings.run_id({}, tmp_path) == name
         (tmp_path / f"{name}.txt").touch()
     for environ in ({"SEEDS": "1 2"}, {"GRID": "SEED=1"}, {"RESUME": "auto"}):
@@ -269,9 +257,9 @@ def test_own_data_bring_their_tokenizer(tmp_path):
     "variable, value, sentence",
     [
         ("DEMO_SECONDS", "5", "DEMO_SECONDS is set but is not a knob; did you mean MAX_WALLCLOCK"),
-        ("SEDES", "1 2", "SEDES is set but is not a knob; did you mean SEEDS?"),
-        ("GIRD", "SEED=1,2", "GIRD is set but is not a knob; did you mean GRID?"),
-        ("NPORC", "2", "NPORC is set but is not a knob; did you mean NPROC?"),
+        ("seeds", "1 2", "seeds is set but is not a knob; did you mean SEEDS?"),
+        ("grid", "SEED=1,2", "grid is set but is not a knob; did you mean GRID?"),
+        ("nproc", "2", "nproc is set but is not a knob; did you mean NPROC?"),
         ("DATA_PATH", "/nowhere", "DATA_PATH=/nowhere does not exist: set the folder of your"),
         ("RUN_ID", "../x", "RUN_ID=../x must not have a slash"),
         ("NUM_LAYERS", "no", "NUM_LAYERS='no' is not a whole number"),

@@ -1,7 +1,5 @@
 """1 to 4 ranks over gloo, on one node or several: the same mathematics, and equal replicas."""
 
-import os
-import signal
 import socket
 import time
 
@@ -53,15 +51,14 @@ def test_ranks_agree_with_one_rank(ranks, node, env, tmp_path, one_rank_found):
 
 @pytest.mark.parametrize("ranks, dtype", [(2, "float32"), (3, "bfloat16")])
 def test_replicas_stay_equal_under_unequal_clocks(ranks, dtype, env, tmp_path):
-    """Fault B5: in #399 each rank's own clock sets its rate. Rank 0's also ends the calibration."""
+    """Fault B5: in #399 each rank's own clock sets its rate."""
     knobs = {**SHAPE, "MICRO_BATCH_TOKENS": 384, "ITERATIONS": 100000, "COMPUTE_DTYPE": dtype}
     knobs |= {"MAX_WALLCLOCK_SECONDS": 7, "WARMDOWN_FRAC": 1.0}
     work("clocks", tmp_path, env(**knobs), ranks)
     digests = {(tmp_path / f"digest{rank}").read_text() for rank in range(ranks)}
     assert len(digests) == 1
     # The clock decides the rate of every step, so there must be several
-    _, step, _, batches = digests.pop().split()
-    assert int(step) >= 10 and 1 < int(batches) < 100
+    assert int(digests.pop().split()[1]) >= 10
 
 
 def test_each_rank_ends_its_low_rank_training_in_time(env, tmp_path):
@@ -77,78 +74,53 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def ended(processes, timeout: float) -> list[tuple[str, str]]:
-    """What they have printed, when all have ended within `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    left = lambda: max(0, deadline - time.monotonic())  # noqa: E731
-    return [process.communicate(timeout=left()) for process in processes]
-
-
-def two_nodes(command, environment, folder, timeout):
-    """`torchrun --nnodes=2` with two agents on one machine, each in a folder of its own. Returns
-    [(status, stdout, stderr)], after at most `timeout` seconds."""
+def test_two_nodes(env, tmp_path):
+    """Of `torchrun --nnodes=2`, each in a folder of its own. Only the first has a log and an
+    artifact. The ranks of a node share the rows of the banks."""
     agents, port = [], free_port()
     for node in range(2):
-        (folder / f"node{node}").mkdir()
+        folder = tmp_path / f"node{node}"
+        folder.mkdir()
         launch = f"-m torch.distributed.run --nnodes=2 --nproc_per_node=2 --node_rank={node} "
-        launch += f"--rdzv_endpoint=127.0.0.1:{port}"
-        agents.append(start([*launch.split(), *command], environment, folder / f"node{node}"))
+        launch += f"--rdzv_endpoint=127.0.0.1:{port} {ROOT / 'train_gpt.py'}"
+        agents.append(start(launch.split(), env(RUN_ID="nodes"), folder))
     try:
-        outputs = ended(agents, timeout)
+        (first, errors), second = (agent.communicate(timeout=600) for agent in agents)
     finally:
         for agent in agents:
             agent.terminate()  # an agent ends its ranks
-    return [(agent.returncode, *output) for agent, output in zip(agents, outputs, strict=True)]
-
-
-def test_two_nodes(env, tmp_path):
-    """Only the first has a log and an artifact. The ranks of a node share the rows of the banks."""
-    first, second = two_nodes([ROOT / "train_gpt.py"], env(RUN_ID="nodes"), tmp_path, timeout=600)
-    assert first[0] == second[0] == 0, (first, second)
-    assert "ranks:4 mesh:2x2 " in first[1]
-    assert "final_int6_sliding_window_exact" in first[1]
+    assert [agent.returncode for agent in agents] == [0, 0], (errors, second)
+    assert "ranks:4 mesh:2x2 " in first and "final_int6_sliding_window_exact" in first
     assert {p.name for p in (tmp_path / "node0").iterdir()} == {"logs", "final_model.npz"}
-    assert not list((tmp_path / "node1").iterdir()) and "final" not in second[1]
-
-
-@pytest.mark.parametrize("victim", [1, 3])
-def test_death_of_a_rank_ends_both_nodes(victim, env, tmp_path):
-    """Of the first node or of the last: its agent ends the other ranks of the node, and those of
-    the other node notice. Both agents end within a minute."""
-    command = [ROOT / "tests" / "faults.py", "kill", 3, victim]
-    agents = two_nodes(command, env(ITERATIONS=100000), tmp_path, timeout=60)
-    assert all(status != 0 for status, *_ in agents), agents
-    assert (tmp_path / f"node{victim // 2}" / "killed").exists()
-    assert "lost a collective operation: another rank has died" in agents[1 - victim // 2][2]
+    assert not list((tmp_path / "node1").iterdir()) and "final" not in second[0]
 
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_death_of_a_rank_ends_the_others_with_a_sentence(victim, env, tmp_path):
-    """Without a launcher, every rank reports it within a minute and stops, whether the dead rank was
-    of the first rows or of the last. Rank 0 also served the process group's store."""
+    """Without a launcher, every rank reports it and stops, whether the dead rank was of the first
+    rows or of the last. Rank 0 also served the process group's store."""
     common = dict(ITERATIONS=100000, WORLD_SIZE=4, SHARD_RANKS=2, RUN_ID="run")
     # On nodes of their own, so that none waits for the sentence of another
     common |= {"LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = []
     for rank in range(4):
-        (tmp_path / str(rank)).mkdir()
-        environment = env(**common, RANK=rank)
-        ranks.append(start([ROOT / "train_gpt.py"], environment, tmp_path / str(rank)))
-    log, deadline = tmp_path / "0" / "logs" / "run.txt", time.monotonic() + 60
-    while not (log.exists() and "\nstep:3/" in log.read_text()):
-        assert time.monotonic() < deadline and ranks[0].poll() is None
-        time.sleep(0.1)
-    os.kill(ranks[victim].pid, signal.SIGKILL)
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        ranks.append(start([ROOT / "train_gpt.py"], env(**common, RANK=rank), folder))
+    log = tmp_path / "0" / "logs" / "run.txt"
     try:
-        errors = [error for _, error in ended(ranks, 60)]
+        while not (log.exists() and "\nstep:3/" in log.read_text()):
+            assert ranks[0].poll() is None
+            time.sleep(0.1)
+        ranks[victim].kill()
+        errors = [process.communicate(timeout=300)[1] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
     for rank in {0, 1, 2, 3} - {victim}:
-        err = errors[rank]
-        assert ranks[rank].returncode == 1 and "Traceback" not in err, err
+        assert ranks[rank].returncode == 1 and "Traceback" not in errors[rank], errors[rank]
         lost = f"error: rank {rank} lost a collective operation: another rank has died"
-        assert err.strip().splitlines()[-1].startswith(lost)
+        assert errors[rank].strip().splitlines()[-1].startswith(lost)
 
 
 def test_a_wrong_number_of_ranks_is_an_error(monkeypatch):

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,13 +17,6 @@ from conftest import ROOT, run, user_error
 FOLDERS = [ROOT, *(ROOT / name for name in ("bench", "data", "docs", "records", "tools"))]
 DOCUMENTS = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
 TABLES = sorted((ROOT / "docs" / "data").glob("*.csv"))
-
-
-def anchors(text: str) -> set[str]:
-    """GitHub's names of the headings."""
-    titles = re.findall(r"^#+ (.*)$", text, re.M)
-    plain = [re.sub(r"[^\w\- ]", "", title.lower()) for title in titles]
-    return {title.replace(" ", "-") for title in plain}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -38,12 +30,13 @@ def test_links_lead_somewhere(path):
         other = (path.parent / file).resolve() if file else path
         assert other.exists(), f"{target} leads nowhere"
         if anchor:
-            assert anchor in anchors(other.read_text(encoding="utf-8")), f"{target}: no heading"
+            titles = re.findall(r"(?m)^#+ (.*)$", other.read_text(encoding="utf-8"))
+            names = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert anchor in names, f"{target}: no heading of this name"
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_a_table_says_where_it_is_from(path):
-    """A comment, then rows of equal width; a document links to it."""
     lines = path.read_text(encoding="utf-8").splitlines()
     comment = [line for line in lines if line.startswith("#")]
     assert re.match(r"# (Measured|Modelled|Published|Estimated)\b", lines[0])
@@ -61,16 +54,8 @@ def test_a_rendezvous_on_one_machine_needs_no_dns():
     lines = [line for path in files for line in path.read_text(errors="replace").splitlines()]
     commands = [line for line in lines if re.search(r"--standalone\b.*--nproc_per[_]node", line)]
     assert len(commands) > 10
-    assert [
-        c for c in commands if not re.search(r"--standalone\W+--local-addr=127.0.0.1\W", c)
-    ] == []
-
-
-def apply(diff: str, folder: Path, *options: str):
-    """As a reader does; git finds places that have moved, by their lines of context."""
-    command = ["git", "apply", *options, "-"]
-    done = subprocess.run(command, input=diff.encode(), cwd=folder, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
+    named = re.compile(r"--standalone\W+--local-addr=127.0.0.1\W")
+    assert [command for command in commands if not named.search(command)] == []
 
 
 def test_the_examples_of_an_experiment_apply_and_run(env, tmp_path):
@@ -79,10 +64,10 @@ def test_the_examples_of_an_experiment_apply_and_run(env, tmp_path):
     diffs = re.findall(r"(?ms)^```diff\n(.*?)^```$", text)
     assert len(diffs) == 2
     script = shutil.copy(ROOT / "train_gpt.py", tmp_path)
-    for diff in diffs:
-        apply(diff, tmp_path, "--check")
-    for diff in diffs:
-        apply(diff, tmp_path)
+    for options in ("--check", "--apply"):
+        for diff in diffs:  # git finds places that have moved, by their lines of context
+            command = ["git", "apply", options, "-"]
+            subprocess.run(command, input=diff.encode(), cwd=tmp_path, check=True)
     run([script], env(ITERATIONS=1, ATTN_TEMP=1, VALUE_RESIDUAL=1), tmp_path)
     with user_error("this script has no knob ATTN_TEMP VALUE_RESIDUAL"):
         train_gpt.open_artifact((tmp_path / "final_model.npz").read_bytes())

@@ -18,12 +18,10 @@ import train_gpt
 from conftest import ROOT, made, noise
 from test_h100 import MISSING, VERSIONS
 
-PROGRAM = str(ROOT / "tests" / "fused_mlp.py")
 
-
-def start(python, *arguments, **variables) -> str:
+def start(*arguments, python=sys.executable, **variables) -> str:
     environment = os.environ | {name: str(value) for name, value in variables.items()}
-    command = [python, PROGRAM, *map(str, arguments)]
+    command = [python, ROOT / "tests" / "fused_mlp.py", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -50,7 +48,7 @@ def test_the_kernel_equals_the_plain_form(packed, tmp_path):
         source = pack_code.without_comments(script.read_bytes())
         script = tmp_path / "packed.py"
         script.write_bytes(pack_code.pack(source))
-    cases = json.loads(start(sys.executable, script, "cpu", TRITON_INTERPRET=1))
+    cases = json.loads(start(script, "cpu", TRITON_INTERPRET=1))
     assert cases.pop("closed gate") == [0.0] * 4, "not NaN"
     assert len(cases) == 6
     for name, found in cases.items():
@@ -80,16 +78,17 @@ def test_only_plain_forwards_are_fused(hyperparameters):
 def test_the_kernel_compiles_for_an_h100(version, tmp_path):
     """One graph, tensor cores (wgmma) and TMA, no spilled register."""
     python, driver = h100.environment(h100.HOME, version)
-    log = tmp_path / "log"
-    variables = h100.preloaded(driver) | {"PRETENDED_H100_LOG": log}
-    variables |= {"TRITON_CACHE_DIR": tmp_path / "triton"}
-    variables |= {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "inductor"}  # torch sets it in this process
-    start(python, ROOT / "train_gpt.py", "cuda", **variables)
-    lines = re.findall(r"(?m)^triton\tfused_mlp\t(\d+)\t(\d+)", log.read_text())
+    folders = {"PRETENDED_H100_LOG": "log", "TRITON_CACHE_DIR": "triton"}
+    folders |= {"TORCHINDUCTOR_CACHE_DIR": "inductor"}  # torch sets it in this process
+    variables = h100.preloaded(driver) | {name: tmp_path / one for name, one in folders.items()}
+    start(ROOT / "train_gpt.py", "cuda", python=python, **variables)
+    log = (tmp_path / "log").read_text()
+    lines = re.findall(r"(?m)^triton\tfused_mlp\t(\d+)\t(\d+)", log)
     assert len(lines) == 2  # forward and backward
     assert all(0 < int(registers) <= 255 and spilled == "0" for registers, spilled in lines), lines
     kernels = [path.read_text() for path in (tmp_path / "triton").rglob("fused_mlp.ptx")]
     assert len(kernels) == 2
     for ptx in kernels:
-        assert ".target sm_90a" in ptx and "wgmma.mma_async" in ptx
-        assert "cp.async.bulk.tensor.2d" in ptx
+        assert all(
+            x in ptx for x in (".target sm_90a", "wgmma.mma_async", "cp.async.bulk.tensor.2d")
+        )

@@ -10,7 +10,7 @@ import compare
 import plot
 from conftest import ROOT, run, user_error
 from lib import html_page, runs
-from sample_logs import LATER, PUBLISHED, log_of, logs_of, written
+from sample_logs import LATER, PUBLISHED, group, log_of, logs_of, written
 
 EMPTY = {"meta", "input", "wbr", "br"}
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -40,11 +40,10 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open[-1:] == ["script"]:
-            self.scripts.append(data)
-        elif self.open[-1:] != ["style"]:
-            self.texts.append(data)
-        if self.open[-1:] in (["td"], ["th"]):
+        place = "".join(self.open[-1:])
+        if place != "style":
+            (self.scripts if place == "script" else self.texts).append(data)
+        if place in ("td", "th"):
             self.rows[-1][-1] += data.replace("\n", "")
 
     def row(self, name: str) -> list[str]:
@@ -62,7 +61,7 @@ def written_page(tmp_path, *logs, record=None) -> Page:
 
 
 def figures_of(*logs, record=None) -> list:
-    """The figures of the page about these logs: curves, bytes, time."""
+    """The figures of the page about these logs: curves, time."""
     return list(html_page.contents(list(map(str, logs)), record)["figures"].values())
 
 
@@ -95,7 +94,7 @@ def test_the_page_is_one_file(sweep):
     (library,) = (script for script in sweep.scripts if "plotly.js v" in script[:500])
     rest = sweep.source.replace(library, "")
     assert not re.search(r"https?:|//[\w-]+\.|@import|url\(|\bfetch|XMLHttp|import\(", rest)
-    assert rest.count('"modeBarButtons": [["toImage", "zoom2d", "pan2d", "resetScale2d"]]') == 3
+    assert rest.count('"modeBarButtons": [["toImage", "zoom2d", "pan2d", "resetScale2d"]]') == 2
     viewport = {"name": "viewport", "content": "width=device-width, initial-scale=1"}
     assert ("meta", viewport) in sweep.elements
 
@@ -117,15 +116,14 @@ def test_scores_are_those_of_compare(sweep, swept):
 
 def test_curves_are_over_steps_and_time(swept):
     """Each of the four panels, each group with its mean and its band."""
-    curves, sizes, times = figures_of(*logs_of(swept, "0.005"), *logs_of(swept, "0.025"))
+    curves, times = figures_of(*logs_of(swept, "0.005"), *logs_of(swept, "0.025"))
     members = [runs.read_run(path) for path in logs_of(swept, "0.005")]
-    fields = ("train_loss", "val_bpb", "lr_scale", "speed")
-    for panel, field in enumerate(fields):
+    kinds = {"train_loss": "train", "val_bpb": "val", "lr_scale": "train", "speed": ""}
+    for panel, (field, kind) in enumerate(kinds.items()):
         for axis, x in enumerate(("step", "seconds")):
             band, line, *others = drawn_in(curves, panel, axis)
             found = [html_page.read_curve(one, field, x) for one in members]
-            if field != "speed":
-                kind = "val" if field == "val_bpb" else "train"
+            if kind:
                 found = [plot.curve(getattr(one, kind), x, field) for one in members]
             at, values = plot.together(found)
             assert list(line.x) == at.tolist() and list(line.y) == values.mean(axis=0).tolist()
@@ -135,14 +133,12 @@ def test_curves_are_over_steps_and_time(swept):
     # The legend has each group once, which hides all of its lines
     assert sum(trace.showlegend for trace in curves.data) == 2
     (step, ms), tokens = plot.step_times(members[0].train), members[0].settings
-    speed = html_page.read_curve(members[0], "speed", "step")
-    assert speed[0].tolist() == step.tolist()
-    assert speed[1] == pytest.approx(1000 * int(tokens["TRAIN_BATCH_TOKENS"]) / ms)
-    # Bytes and seconds add up
+    at, speed = html_page.read_curve(members[0], "speed", "step")
+    assert at.tolist() == step.tolist()
+    assert speed == pytest.approx(1000 * int(tokens["TRAIN_BATCH_TOKENS"]) / ms)
+    # Seconds add up
     seconds = [html_page.events_of(one)["finished"]["seconds"] for one in members]
-    for figure, total in ((sizes, sum(one.total_bytes for one in members)), (times, sum(seconds))):
-        assert sum(figure.data[0].x) == pytest.approx(total / 2)
-    assert {"code", "q", "tok_emb"} <= set(sizes.data[0].y)
+    assert sum(times.data[0].x) == pytest.approx(sum(seconds) / 2)
     assert {"warm-up", "training", "export", "text and artifact", "other"} <= set(times.data[0].y)
 
 
@@ -166,38 +162,24 @@ def test_a_script_without_a_knob_counts_as_one_with_its_default(swept, tmp_path)
 def test_what_a_log_says_is_not_run(swept, tmp_path):
     """Names, knobs and devices with HTML, in the page and in Plotly's texts."""
     text = logs_of(swept)[0].read_text()
-    text = text.replace("device:CPU", f"device:CPU </script>{HOSTILE}")
-    text = text.replace("* MODEL_DIM=32", f"* MODEL_DIM=</script>{HOSTILE}")
+    for old in ("device:CPU", "* MODEL_DIM="):
+        text = text.replace(old, f"{old} </script>{HOSTILE}")
     plain = written_page(tmp_path, logs_of(swept)[0])
-    log = written(tmp_path, text, f"{HOSTILE}.txt")
-    found = written_page(tmp_path, log)
+    found = written_page(tmp_path, log := written(tmp_path, text, f"{HOSTILE}.txt"))
     assert len(found.scripts) == len(plain.scripts)
     assert "img" not in {tag for tag, _ in found.elements}
     assert found.row(HOSTILE)[0] and HOSTILE in found.row("MODEL_DIM")[1]
     assert set(named(figures_of(log)[0])) == {html.escape(HOSTILE)}
 
 
-def test_a_run_without_artifact_and_events(swept, tmp_path):
-    """One log alone, as in a record's folder; then with another run's artifact beside it."""
+def test_a_run_without_events(swept, tmp_path):
+    """One log alone, as in a record's folder."""
     log = written(tmp_path, logs_of(swept)[0].read_text(), "train_seed1.log")
-    other_log = logs_of(swept)[1]
-    artifact = other_log.with_name(f"{other_log.stem}.npz").read_bytes()
-    for other in (b"", b"another", artifact):
-        if other:
-            (tmp_path / "train_seed1.npz").write_bytes(other)
-        _, sizes, times = figures_of(log)
-        member = runs.read_run(log)
-        assert dict(zip(sizes.data[0].y, sizes.data[0].x, strict=True)) == {
-            "code": member.code_bytes,
-            "weights": member.model_bytes,
-        }
-        assert "warm-up" not in times.data[0].y
+    _, times = figures_of(log)
+    assert "training" in times.data[0].y and "warm-up" not in times.data[0].y
     found = written_page(tmp_path, log)
-    assert f"train_seed1: {member.score.bpb:.4f} bits per byte." in found.text
+    assert f"train_seed1: {runs.read_run(log).score.bpb:.4f} bits per byte." in found.text
     assert "p is Welch" not in found.text
-    # Another seed's artifact shows the tensors of both
-    _, sizes, _ = figures_of(log, other_log)
-    assert {"code", "q", "tok_emb"} <= set(sizes.data[0].y)
 
 
 def test_seeds_with_unequal_steps_are_warned_about(swept, tmp_path):
@@ -225,21 +207,19 @@ def test_runs_that_did_not_finish(copied, tmp_path):
     """Alone, beside others, and one without a step."""
     first, second = logs_of(copied)
     first.write_text(re.sub(r"(?m)^final_int6.*\n", "", first.read_text()))
-    found = written_page(tmp_path, first)
-    last = runs.read_run(first).val[-1]
-    end = f"{last.fields['val_bpb']:.4f} bits per byte at step 12."
-    assert re.search(rf"Last validation: \S+ {re.escape(end)}", found.text)
-    assert found.row(first.stem)[0] == "–" and named(figures_of(first)[0], panel=3)
-    empty = written(tmp_path, "started\n", "empty.txt")
-    other = written(tmp_path, "started\n", "empty2.txt")
+    found, last = written_page(tmp_path, first), runs.read_run(first).val[-1].fields["val_bpb"]
+    end = re.escape(f"{last:.4f} bits per byte at step 12.")
+    assert re.search(rf"Last validation: \S+ {end}", found.text)
+    assert found.row(first.stem)[4] == "–" and named(figures_of(first)[0], panel=3)
+    empty, other = (written(tmp_path, "started\n", name) for name in ("empty.txt", "empty2.txt"))
     found = written_page(tmp_path, first, second, empty, other)
     assert f"{first.name} has no final score: the run did not finish." in found.text
     assert f"left out: {empty} has neither steps nor scores" in found.text
     assert "(and 1 more such logs)" in found.text and "empty2" not in found.text
-    names = [second.stem, f"{first.stem}, not finished"]
-    assert named(figures_of(first, second)[0]) == names
+    unfinished = f"{first.stem}, not finished"
+    assert named(figures_of(first, second)[0]) == [second.stem, unfinished]
     twins = [written(tmp_path / place, first.read_text(), first.name) for place in ("a", "b")]
-    assert named(figures_of(*twins)[0]) == [f"{first.stem}, not finished"] * 2
+    assert named(figures_of(*twins)[0]) == [unfinished] * 2
     with user_error("empty.txt has neither steps nor scores"):
         written_page(tmp_path, empty)
 
@@ -247,49 +227,41 @@ def test_runs_that_did_not_finish(copied, tmp_path):
 def test_published_logs_are_read(tmp_path):
     """With another tokenizer, and scored on another number of tokens."""
     scored = [PUBLISHED.replace("1.12165091", f"1.12165091 val_tokens:{n}") for n in (7, 8)]
-    texts = {"a": scored[0], "b": LATER, "c": scored[1]}
-    a, b, c = (written(tmp_path, text, f"{name}.log") for name, text in texts.items())
+    lower = scored[1].replace("1.12165091", "0.5").replace("1.89385556", "0.84422657")
+    texts = {"a": scored[0], "b": LATER, "c": scored[1], "lower/c": lower}
+    a, b, c, lower_c = (written((tmp_path / n).parent, t, f"{n[-1]}.log") for n, t in texts.items())
     found = written_page(tmp_path, a, b, c)
     of_a, of_b, note = compare.losses([runs.read_run(a)], [runs.read_run(b)])
-    nats = f"{of_b[0] - of_a[0]:+.5f}"
-    assert found.row("b") == ["1.05989", nats, "untested", "untested", "no"]
+    nats = of_b[0] - of_a[0]
+    assert found.row("b") == ["1.05989", f"{nats:+.5f}", "untested", "untested", "no"]
     assert f"b: {note}." in found.text and "seeds cannot show it" in found.text
     assert found.row("c") == ["1.12165", "", "", "", ""]
     assert "c: not comparable: A and B were scored on 7 and 8 tokens" in found.text
     assert "No p is corrected" in found.text
-    gain = f"{-float(nats):.5f} nats per token better than a (untested). Not a record."
+    gain = f"{-nats:.5f} nats per token better than a (untested). Not a record."
     assert gain in found.text
     # One that is not comparable is no result, however low its score
-    lower = texts["c"].replace("1.12165091", "0.5").replace("1.89385556", "0.84422657")
-    found = written_page(tmp_path, a, b, written(tmp_path, lower, "c.log"))
+    found = written_page(tmp_path, a, b, lower_c)
     assert found.row("c") == ["0.50000", "", "", "", ""] and gain in found.text
     assert "b: 1.0599 bits per byte" in found.text
-    found = written_page(tmp_path, a, tmp_path / "c.log")
+    found = written_page(tmp_path, a, lower_c)
     assert "a: 1.1217 bits per byte. No other configuration that can be compared has" in found.text
 
 
 @pytest.mark.parametrize("gain, end", [(0.03, "A record (p < 0.01)."), (0.01, "Not a record.")])
 def test_the_headline_says_whether_it_is_a_record(gain, end, tmp_path):
     """A gain that is probable only was called one."""
-    logs = []
     for name, nats in {"a": 1.9, "b": 1.9 - gain}.items():
-        for seed, moved in enumerate((-0.002, 0.0, 0.002)):
-            loss = nats + moved
-            score = f"{loss:.8f} val_bpb:{loss / 1.7:.8f}"
-            text = PUBLISHED.replace("1.89385556 val_bpb:1.12165091", score)
-            text = text.replace("seed:42", f"seed:{seed}")
-            logs.append(written(tmp_path, text, f"{name}_seed{seed}.log"))
-    assert f" {end}" in written_page(tmp_path, *logs).text
+        group(tmp_path / name, {1: nats - 0.002, 2: nats, 3: nats + 0.002})
+    assert f" {end}" in written_page(tmp_path, tmp_path / "a", tmp_path / "b").text
 
 
-def test_the_published_track_is_drawn_on_demand(tmp_path, capsys):
+def test_the_published_track_is_drawn_on_demand(tmp_path):
     log = written(tmp_path, log_of("399", "42"))
     assert len(named(figures_of(log)[0])) == 1
     found = written_page(tmp_path, log, record="399")
     line = drawn_in(figures_of(log, record="399")[0], 0, 0)[-1]
     assert (line.name, line.line.dash) == ("#399, published", "dash")
-    assert line.y[line.x.index(200)] == pytest.approx((2.4382 + 2.4143 + 2.4116) / 3)
+    assert line.x[0] == 400, "without the first 5 %"
+    assert line.y[line.x.index(1000)] == pytest.approx((2.28 + 2.2879 + 2.283) / 3)
     assert "train_seed42: on the published track in all" in found.text
-    log = written(tmp_path, log_of("399", "42", VOCAB_SIZE=400))
-    with user_error("VOCAB_SIZE=400, but #399 has 1024"):
-        written_page(tmp_path, log, record="399")

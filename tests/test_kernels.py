@@ -5,8 +5,8 @@ import copy
 import dataclasses
 import math
 import sys
-from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,15 +18,13 @@ from conftest import user_error
 
 # ---- On a CPU ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("wanted, chosen", [("auto", "sdpa"), ("math", "math")])
-def test_a_cpu_takes_the_first_kernel_that_runs(wanted, chosen, hyperparameters):
+def test_a_cpu_takes_the_first_kernel_that_runs(wanted, chosen, one_rank):
     """Fault B18: #399 cannot even be imported without flash_attn_interface."""
-    with train_gpt.Runtime.start(hyperparameters(ATTENTION=wanted)) as runtime:
-        pass
+    _, runtime = one_rank(ATTENTION=wanted)
     assert runtime.attention == chosen and not runtime.notes
     for time in (6, train_gpt.PLAIN_ATTENTION, train_gpt.PLAIN_ATTENTION + 1):
-        q, k, v = torch.randn(1, time, 4, 8), torch.randn(1, time, 2, 8), torch.randn(1, time, 2, 8)
-        expected = train_gpt.reference_attention(q, k, v)
-        torch.testing.assert_close(runtime.attend(q, k, v), expected)
+        qkv = [torch.randn(1, time, heads, 8) for heads in (4, 2, 2)]
+        torch.testing.assert_close(runtime.attend(*qkv), train_gpt.reference_attention(*qkv))
 
 
 @pytest.mark.slow
@@ -60,16 +58,17 @@ def test_a_warm_start_takes_graphs_with_our_own_backward_from_the_cache(monkeypa
 def gpu(hyperparameters, hopper, monkeypatch):
     """A function of whether FlashAttention 3 is there, and of changed knobs: (hyperparameters,
     runtime without kernels). All ranks are alike."""
-    shapes = []
+    zeros = torch.zeros
 
     def make(fa3=True, **changes):
+        def attend(*qkv):
+            assert [tuple(x.shape) for x in qkv] == [(1, 128, heads, 8) for heads in (4, 2, 2)]
+
         def load(name):
             train_gpt.require(fa3 or name != "fa3", "no fa3 here")
-            return lambda *qkv: shapes.append([tuple(x.shape) for x in qkv])
+            return attend
 
-        zeros = torch.zeros
-        on_cpu = lambda *shape, device=None, **like: zeros(*shape, **like)  # noqa: E731
-        monkeypatch.setattr(torch, "zeros", on_cpu)
+        monkeypatch.setattr(torch, "zeros", lambda *shape, device, **like: zeros(*shape, **like))
         monkeypatch.setattr(train_gpt, "load_attention", load)
         monkeypatch.setattr(train_gpt, "load_fused_mlp", lambda slope, device: "the kernel")
         knobs = {"TRAIN_SEQ_LEN": 512, "TRAIN_BATCH_TOKENS": 2048, "EVAL_SEQ_LEN": 256}
@@ -78,59 +77,44 @@ def gpu(hyperparameters, hopper, monkeypatch):
         comm.gather = lambda value: [value] * 2
         return hp, train_gpt.Runtime(comm, torch.device("cuda"), torch.bfloat16, True, 1024)
 
-    yield make
-    assert all(qkv == [(1, 128, 4, 8), (1, 128, 2, 8), (1, 128, 2, 8)] for qkv in shapes)
-
-
-LONG = {"TRAIN_SEQ_LEN": 2048, "TRAIN_BATCH_TOKENS": 4096}
+    return make
 
 
 @pytest.mark.parametrize(
-    "fa3, changes, chosen",
+    "fa3, changes, skipped, chosen",
     [
-        (True, {}, "cudnn"),
-        (True, LONG, "fa3"),
-        (True, {"DOC_ATTENTION": 1}, "fa3"),
-        (True, {"ATTN_WINDOW": 128}, "fa3"),
-        (False, LONG, "cudnn"),
-        (True, {"SHORT_SEQ_PARTS": 8}, "fa3"),
-        (False, {"SHORT_SEQ_PARTS": 8}, "sdpa"),
-        (True, {"ATTENTION": "math"}, "math"),
+        (True, {}, "", "fa3"),
+        (False, {"SHORT_SEQ_PARTS": 8}, "fa3 cudnn", "sdpa"),
+        (False, {"EVAL_SEQ_LEN": 192}, "fa3 cudnn", "sdpa"),
+        (False, {"ATTN_WINDOW": 100}, "fa3 cudnn", "sdpa"),
+        (False, {"ATTN_WINDOW": 128}, "fa3", "cudnn"),
+        (False, {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 96}, "fa3 cudnn", "sdpa"),
     ],
 )
-def test_attention_is_chosen_by_the_length_of_sequences(fa3, changes, chosen, gpu):
-    """cuDNN is faster at 512 tokens, FlashAttention 3 at 2,048 (measured, H100)."""
-    hp, runtime = gpu(fa3, **changes)
-    found = train_gpt.choose_kernels(hp, runtime)
+def test_the_first_kernel_that_fits_is_chosen(fa3, changes, skipped, chosen, gpu):
+    """cuDNN needs multiples of its tile: its gradients were wrong at other lengths (pytorch
+    #196678)."""
+    found = train_gpt.choose_kernels(*gpu(fa3, **changes))
     assert found.attention == chosen and found.fused_mlp
-    skipped = [note.split(" skipped")[0].removeprefix("attention ") for note in found.notes]
-    long = hp.train_seq_len >= 2048 or hp.doc_attention or hp.attn_window
-    order = ["fa3", "cudnn", "sdpa"] if long else ["cudnn", "fa3", "sdpa"]
-    assert skipped == ([] if "ATTENTION" in changes else order[: order.index(chosen)])
+    assert [note.split()[1] for note in found.notes] == skipped.split()
+    assert ("no multiple of 128" in str(found.notes)) == ("cudnn" in skipped)
 
 
-@pytest.mark.parametrize("name", ["fa3", "cudnn"])
-def test_a_kernel_that_was_asked_for_is_not_replaced(name, gpu):
+@pytest.mark.parametrize("name, why", [("fa3", "no fa3 here"), ("cudnn", ".* of .192. tokens .*")])
+def test_a_kernel_that_was_asked_for_is_not_replaced(name, why, gpu):
     """A record run on rented GPUs would silently take several times as long."""
-    changes = {} if name == "fa3" else {"EVAL_SEQ_LEN": 192}
-    hp, runtime = gpu(False, ATTENTION=name, **changes)
-    why = {
-        "fa3": "no fa3 here",
-        "cudnn": "sequences or windows of .192. tokens are no multiple of 128",
-    }
-    with user_error(f"^attention {name} skipped: {why[name]}: set ATTENTION=sdpa"):
-        train_gpt.choose_kernels(hp, runtime)
+    with user_error(f"^attention {name} skipped: {why}: set ATTENTION=sdpa"):
+        train_gpt.choose_kernels(*gpu(False, ATTENTION=name, EVAL_SEQ_LEN=192))
 
 
 def test_all_ranks_take_the_same_kernel(gpu):
-    hp, runtime = gpu(**LONG)
-    answers = iter(["no fa3 there", ""])
-    runtime.comm.gather = lambda mine: [mine, next(answers)]
+    hp, runtime = gpu()
+    runtime.comm.gather = mock.Mock(side_effect=[["", "no fa3 there"], ["", ""]])
     found = train_gpt.choose_kernels(hp, runtime)
     assert found.attention == "cudnn" and found.notes == ("attention fa3 skipped: no fa3 there",)
 
 
-def test_the_mlp_is_fused_where_that_runs(gpu, monkeypatch):
+def test_the_mlp_is_fused_where_that_runs(gpu):
     """Not with an activation that is not of degree 2."""
     hp, runtime = gpu()
 
@@ -140,32 +124,10 @@ def test_the_mlp_is_fused_where_that_runs(gpu, monkeypatch):
     assert fused() and not fused(gpu(FUSED_MLP=0)[0])
     assert not fused(gpu(MLP_MULT=2.9)[0]), "TMA needs rows of whole 16 bytes"
     assert not fused(dtype=torch.float32) and not fused(device=torch.device("cpu"))
-    monkeypatch.setattr(train_gpt, "is_homogeneous", lambda hp: False)
-    assert not fused()
-    monkeypatch.setattr(train_gpt, "is_homogeneous", lambda hp: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    assert not fused()
-
-
-@pytest.mark.parametrize(
-    "changes, refused",
-    [
-        ({}, False),
-        ({"TRAIN_SEQ_LEN": 320, "TRAIN_BATCH_TOKENS": 640, "SHORT_SEQ_PARTS": 1}, True),
-        ({"EVAL_SEQ_LEN": 192}, True),
-        ({"SHORT_SEQ_PARTS": 8}, True),
-        ({"ATTN_WINDOW": 100}, True),
-        ({"ATTN_WINDOW": 128}, False),
-        ({"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 96}, True),
-        ({"TTT_ENABLED": 1, "TTT_MODE": "lora"}, False),  # windows of 128 and 256 positions
-    ],
-)
-def test_cudnn_needs_multiples_of_its_tile(changes, refused, gpu):
-    """Its gradients were wrong at other lengths (pytorch #196678)."""
-    hp, runtime = gpu(False, **changes)
-    found = train_gpt.choose_kernels(hp, runtime)
-    assert found.attention == ("sdpa" if refused else "cudnn")
-    assert any("no multiple of 128" in note for note in found.notes) == refused
+    with mock.patch.object(train_gpt, "is_homogeneous", return_value=False):
+        assert not fused()
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)):
+        assert not fused()
 
 
 # ---- The check of a start ------------------------------------------------------------------------
@@ -181,175 +143,157 @@ def steeper(t, factor=2.0):
     return t
 
 
-def attention_with(change):
+def attention_with(change, **more):
     def attend(q, k, v, band=0, document=None, longest=0):
         given = {"q": q, "k": k, "v": v, "band": band, "document": document}
-        given |= change(**given)
-        return train_gpt.reference_attention(**given)
+        return train_gpt.reference_attention(**given | change(**given))
 
-    return attend
+    return {"attend": attend, **more}
+
+
+def mlp_with(wrong):
+    """An MLP whose input at this place has a wrong gradient."""
+    changed = lambda *inputs: [steeper(t) if i == wrong else t for i, t in enumerate(inputs)]  # noqa: E731
+    return {"fused_mlp": lambda *inputs: mlp(*changed(*inputs))}
 
 
 def as_heads_first(k, **_):
     """Keys (B, T, K, E) read with the strides of (B, K, T, E); in the first row they are right."""
-    batch, time, heads, width = k.shape
-    wrong = k.reshape(batch, heads, time, width).transpose(1, 2)
+    wrong = k.reshape(k.transpose(1, 2).shape).transpose(1, 2)
     return {"k": torch.cat((k[:1], wrong[1:]))}
 
 
-ATTENTION = {
-    "strides": as_heads_first,
-    "values": lambda v, **_: {"v": steeper(v)},
-    "nan": lambda q, **_: {"q": steeper(q, math.nan)},
-    "documents": lambda **_: {"document": None},
-    "band": lambda band, **_: {"band": 2 * band},
-}
-MLP = {name: i for i, name in enumerate(("x", "scale", "up", "down"))}
-COMPILED = {"q_gain": 2.0, "resid_mix": math.nan, "lane_mix": 2.0}
-PARTS_OF_A_CHECK = {
-    "DOC_ATTENTION": 1, "EVAL_MODE": "banded", "MLP_GATE": 1, "ATTN_GATE": 1, "LANES_LAST_N": 1,
-    "MUDD": 1,
-}  # fmt: skip
+def layers_with(name, factor):
+    """A block of the compiled model with a wrong gradient of this parameter."""
+
+    def block(model, *arguments):
+        *rest, layer, document = arguments
+        if (parameter := getattr(layer, name)) is not None:
+            layer = layer._replace(**{name: steeper(parameter, factor)})
+        return model.block(*rest, layer, document)
+
+    return {"block": block}
 
 
-def start_with(run_of, monkeypatch, dtype, knobs=PARTS_OF_A_CHECK, **parts):
-    run = run_of(val=True, parts={"dtype": dtype, **parts}, WARMUP_STEPS=1, **knobs)
-    lines = []
-    batch = run.loader.batch(0)
-    batch[:, 20] = train_gpt.BOS
-    run.loader.batch = lambda step: batch
-    run.log = mock.Mock(side_effect=lambda line, *_, **__: lines.append(line))
-    monkeypatch.setattr(train_gpt.Run, "train_step", lambda *_: None)
-    monkeypatch.setattr(train_gpt, "warm_up_evaluation", lambda *_: None)
-    return run, lines
+PARTS = {"DOC_ATTENTION": 1, "EVAL_MODE": "banded", "MLP_GATE": 1, "ATTN_GATE": 1}
+PARTS |= {"LANES_LAST_N": 1, "MUDD": 1}
+LIMIT = PARTS | {"DOC_ATTENTION": 0, "DOC_LEN": 4}  # the plain form took it for a band
+WINDOW = {"ATTN_WINDOW": 4, "DOC_ATTENTION": 1}  # of a kernel that the banded pass may not use
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fault", [None, *ATTENTION, *MLP, *COMPILED])
-def test_a_wrong_gradient_ends_the_start(fault, dtype, run_of, monkeypatch):
-    """Each fault is named. Without one the start passes and leaves the parameters."""
-    parts = {"fused_mlp": mlp}
-    if fault in ATTENTION:
-        parts["attend"] = attention_with(ATTENTION[fault])
-    if fault in MLP:
+@pytest.fixture
+def start(run_of, monkeypatch):
+    """A function that makes a Run whose start is the check alone."""
 
-        def wrong_mlp(*inputs):
-            inputs = list(inputs)
-            inputs[MLP[fault]] = steeper(inputs[MLP[fault]])
-            return mlp(*inputs)
+    def make(dtype=torch.bfloat16, knobs=PARTS, **parts):
+        compiled = {name: parts.pop(name) for name in ("block", "head") if name in parts}
+        parts = {"dtype": dtype, "fused_mlp": mlp, **parts}
+        run = run_of(val=True, parts=parts, WARMUP_STEPS=1, **knobs)
+        for name, method in compiled.items():
+            run.forward = copy.copy(run.model)
+            setattr(run.forward, name, partial(method, run.model))
+        batch = run.loader.batch(0)
+        batch[:, 20] = train_gpt.BOS
+        run.loader.batch = lambda step: batch
+        run.log = mock.Mock()
+        monkeypatch.setattr(train_gpt.Run, "train_step", lambda *_: None)
+        monkeypatch.setattr(train_gpt, "warm_up_evaluation", lambda *_: None)
+        return run
 
-        parts["fused_mlp"] = wrong_mlp
-    run, lines = start_with(run_of, monkeypatch, dtype, **parts)
-    if fault in COMPILED:
-        run.forward = copy.copy(run.model)
+    return make
 
-        def block(*arguments):
-            *rest, layer, document = arguments
-            if (parameter := getattr(layer, fault)) is not None:
-                layer = layer._replace(**{fault: steeper(parameter, COMPILED[fault])})
-            return run.model.block(*rest, layer, document)
 
-        run.forward.block = block
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        (attention_with(as_heads_first), ""),
+        (attention_with(lambda v, **_: {"v": steeper(v)}), ""),
+        (attention_with(lambda q, **_: {"q": steeper(q, math.nan)}), ""),
+        (attention_with(lambda **_: {"document": None}), ""),
+        (attention_with(lambda band, **_: {"band": band and band + 1}, knobs=WINDOW), ""),
+        (mlp_with(0), ""),
+        (mlp_with(1), ""),
+        (mlp_with(2), "mlp_bank"),
+        (mlp_with(3), "mlp_bank"),
+        (layers_with("q_gain", 2.0), "q_gain"),
+        (layers_with("resid_mix", math.nan), "resid_mix"),
+        (layers_with("lane_mix", 2.0), "lane_mix"),
+        ({"head": lambda model, *rest: model.head(*rest) + 0.1}, "loss 0.0"),
+    ],
+)
+def test_a_wrong_gradient_or_loss_ends_the_start(wrong, named, start):
+    with user_error(f"^gradients .* of them: {named}.*: set ATTENTION=math, FUSED"):
+        start(**wrong).warm_up()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{}, {"dtype": torch.float32}, attention_with(lambda **_: {}, knobs=WINDOW), {"knobs": LIMIT}],
+)
+def test_right_gradients_are_said_and_the_parameters_stay(parts, start):
+    run = start(**parts)
     before = [p.clone() for p in run.model.parameters()]
-    if fault is None:
-        run.warm_up()
-        assert any(line.startswith("warmup: gradients agree with fp32") for line in lines)
-        assert all(map(torch.equal, before, run.model.parameters()))
-        return
-    named = {"up": "mlp_bank", "down": "mlp_bank", "band": "[a-z_]+ with a band"} | dict.fromkeys(
-        COMPILED, fault
-    )
-    with user_error(f"^gradients .* allowed: {named.get(fault, '')}.*: set ATTENTION=math, FUSED"):
-        run.warm_up()
-
-
-@pytest.mark.parametrize("error", [0, 1])
-def test_a_wrong_window_ends_the_start(error, run_of, monkeypatch):
-    """By one position of four, in a kernel that the banded pass may not use."""
-    wrong = attention_with(lambda band, **_: {"band": band and band + error})
-    run, lines = start_with(
-        run_of, monkeypatch, torch.float32, {"ATTN_WINDOW": 4, "DOC_ATTENTION": 1}, attend=wrong
-    )
-    with user_error("^gradients .* allowed: ") if error else nullcontext():
-        run.warm_up()
-    assert any("agree with fp32" in line for line in lines) != error
-
-
-def test_a_length_of_documents_without_documents_is_no_fault(run_of, monkeypatch):
-    """The plain form took DOC_LEN for a band and refused a correct run."""
-    knobs = {**PARTS_OF_A_CHECK, "DOC_ATTENTION": 0, "DOC_LEN": 4}
-    run, lines = start_with(run_of, monkeypatch, torch.float32, knobs)
     run.warm_up()
-    assert any("agree with fp32" in line for line in lines)
+    assert "'warmup: gradients agree with fp32, to " in str(run.log.mock_calls)
+    assert all(map(torch.equal, before, run.model.parameters()))
 
 
-def test_a_wrong_loss_with_right_gradients_ends_the_start(run_of, monkeypatch):
-    run, _ = start_with(run_of, monkeypatch, torch.float32)
-    run.forward = copy.copy(run.model)
-    run.forward.head = lambda *arguments: run.model.head(*arguments) + 0.1
-    with user_error("allowed: loss 1"):
-        run.warm_up()
-
-
-def test_a_wrong_rank_ends_the_start_of_all(run_of, monkeypatch):
-    run, _ = start_with(run_of, monkeypatch, torch.float32)
+def test_a_wrong_rank_ends_the_start_of_all(start):
+    run = start()
     run.comm.gather = lambda mine: [mine, ["tok_emb 2"]]
-    with user_error("allowed: tok_emb 2: set"):
+    with user_error("of them: tok_emb 2: set"):
         run.warm_up()
 
 
 def test_windows_of_low_rank_training_and_chunks_of_a_band_are_whole_tiles(hyperparameters):
-    def widths(window: int) -> set[int]:
+    # An eighth of 2,688 would be 336
+    for widths in ({384, 768, 1408, 2688}, {256, 512, 1024, 2048}, {128, 256, 512}):
+        window = max(widths)
         hp = hyperparameters(EVAL_SEQ_LEN=window, EVAL_STRIDE=8, MICRO_BATCH_TOKENS=16 * window)
         scorer = SimpleNamespace(hp=hp, runtime=SimpleNamespace(micro_batch_tokens=16 * window))
         stops = range(8, 3 * window, 8)
         shapes = {stop: train_gpt.lora_shape(scorer, stop - 8, stop) for stop in stops}
+        assert {width for _, width, _ in shapes.values()} == widths
         assert all(width >= min(stop, window) for stop, (_, width, _) in shapes.items())
         rows = {rows for stop, (rows, *_) in shapes.items() if stop <= window}
         assert rows == {train_gpt.LORA_ROWS[0]}, "at their start, in one window"
-        return {width for _, width, _ in shapes.values()}
-
-    assert widths(2688) == {384, 768, 1408, 2688}, "an eighth would be 336"
-    assert widths(2048) == {256, 512, 1024, 2048} and widths(512) == {128, 256, 512}
-    seen = []
-
-    def attend(q, k, v, band, document):
-        seen.append((q.size(1), k.size(1)))
-        return q
-
-    for band in (2688, 2048, 12):
+    for band, queries, keys in ((2688, 768, 3456), (2048, 512, 2560), (12, 128, 140)):
         q = torch.zeros(1, 4 * band, 1, 2)
+        attend = mock.Mock(side_effect=lambda q, *_: q)
         train_gpt.banded_attention(attend, q, q, q, band, None)
-    assert seen == [(768, 3456), (512, 2560), (128, 140)]
+        assert [t.size(1) for t in attend.call_args.args[:2]] == [queries, keys]
 
 
 # ---- FlashAttention 3's two packages -------------------------------------------------------------
 def test_flash_attention_3_can_come_from_the_hub(hopper, monkeypatch):
     """Hugging Face's `kernels` downloads a build if there is no wheel."""
-    asked, found = [], ModuleType("found")
-    found.flash_attn_func = lambda q, k, v, **options: q + 1
-    kernels = ModuleType("kernels")
+    found = mock.Mock(flash_attn_func=lambda q, k, v, **options: q + 1)
     build = SimpleNamespace(flash_attn_interface=found)  # some have the functions here only
-    kernels.get_kernel = lambda *name, **options: asked.append((name, options)) or build
+    kernels = mock.Mock(get_kernel=mock.Mock(return_value=build))
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # ImportError
     monkeypatch.setitem(sys.modules, "kernels", kernels)
     attend = train_gpt.load_fa3()
-    assert asked == [(("kernels-community/flash-attn3",), {"version": 1})]
-    monkeypatch.setitem(sys.modules, "kernels", None)
-    with pytest.raises(ImportError, match="kernels"):
-        train_gpt.load_fa3()
     assert torch.equal(attend(*torch.zeros(3, 1, 4, 2, 8)), torch.ones(1, 4, 2, 8))
     monkeypatch.setitem(sys.modules, "flash_attn_interface", found)
-    train_gpt.load_fa3()
-    assert len(asked) == 1, "an installed wheel comes first"
+    train_gpt.load_fa3()  # an installed wheel comes first
+    kernels.get_kernel.assert_called_once_with("kernels-community/flash-attn3", version=1)
 
 
-@pytest.mark.parametrize("capability, hip", [((8, 0), None), ((9, 4), "6.4")])
-def test_nothing_is_downloaded_for_another_gpu(hopper, monkeypatch, capability, hip):
-    """An MI300 has a capability of 9, too."""
+@pytest.mark.parametrize(
+    "capability, hip, error, why",
+    [
+        ((9, 0), None, ImportError, "kernels"),
+        ((8, 0), None, train_gpt.UserError, "it needs a Hopper GPU"),
+        ((9, 4), "6.4", train_gpt.UserError, "it needs a Hopper GPU"),  # an MI300
+    ],
+)
+def test_without_a_package_or_a_hopper_there_is_none(
+    capability, hip, error, why, hopper, monkeypatch
+):
+    """Nothing is downloaded for another GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setitem(sys.modules, "kernels", None)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    with user_error("it needs a Hopper GPU"):
+    for package in ("kernels", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(error, match=why):
         train_gpt.load_fa3()

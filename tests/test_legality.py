@@ -13,18 +13,16 @@ from conftest import PARTS, ROOT, made, noise, run
 from train_gpt import BOS
 
 TILT = {"NGRAM_TILT": 1, "CANONICAL_MASK": 1}
+BANDED = dict(EVAL_MODE="banded", EVAL_SEQ_LEN=8, EVAL_STRIDE=8)  # blocks score 8
+LEARNING = dict(ATTN_WINDOW=5, TTT_ENABLED=1)
 WAYS = {
-    "plain": {"EVAL_STRIDE": 32},
+    "plain": dict(EVAL_STRIDE=32),
     "sliding": {},
     "parts": PARTS | TILT,
-    # Blocks score 8
-    "banded": dict(EVAL_MODE="banded", EVAL_SEQ_LEN=8, EVAL_STRIDE=8, MICRO_BATCH_TOKENS=40) | TILT,
-    "banded windows": dict(
-        EVAL_MODE="banded", EVAL_SEQ_LEN=8, EVAL_STRIDE=8, MICRO_BATCH_TOKENS=28, ATTN_WINDOW=3
-    ),
-    "sgd": dict(ATTN_WINDOW=5, TTT_ENABLED=1, TTT_CHUNK_TOKENS=40, TTT_LR=0.05) | TILT,
-    "lora": TILT
-    | dict(ATTN_WINDOW=5, TTT_ENABLED=1, TTT_MODE="lora", TTT_LORA_CHUNK=24, TTT_LORA_LR=0.05),
+    "banded": BANDED | TILT | dict(MICRO_BATCH_TOKENS=40),
+    "banded windows": BANDED | dict(MICRO_BATCH_TOKENS=28, ATTN_WINDOW=3),
+    "sgd": LEARNING | TILT | dict(TTT_CHUNK_TOKENS=40, TTT_LR=0.05),
+    "lora": LEARNING | TILT | dict(TTT_MODE="lora", TTT_LORA_CHUNK=24, TTT_LORA_LR=0.05),
 }
 TARGETS, CUTS = legality.TARGETS, legality.CUTS
 
@@ -68,16 +66,8 @@ def test_a_rate_by_the_length_of_the_text_is_caught(setting, way, rate):
 # ---- Evaluators that cheat -----------------------------------------------------------------------
 def chunk_sees_itself(model, evaluator):
     """Each chunk of a banded pass sees all its keys, also those behind a query."""
-    attend = model.attend
-
-    def everything(q, k, band, document):
-        return torch.ones(1, 1, q.size(1), k.size(1), dtype=torch.bool)
-
-    def attend_all(*arguments):
-        with mock.patch.object(train_gpt, "attention_mask", everything):
-            return attend(*arguments)
-
-    model.attend = attend_all
+    full = lambda q, k, *_: torch.ones(1, 1, q.size(1), k.size(1)).bool()  # noqa: E731
+    model.attend = mock.patch.object(train_gpt, "attention_mask", full)(model.attend)
 
 
 def peeking(model, evaluator):
@@ -87,33 +77,11 @@ def peeking(model, evaluator):
     model.attend = lambda q, k, v, *seen: attend(q, k, ahead(v), *seen)
 
 
-def unnormalised(model, evaluator):
-    """Losses as if a cache gave every target a high probability."""
-    evaluator.forward = lambda *arguments, **rest: model(*arguments, **rest) * 0.1
-
-
-def twice(model, evaluator):
-    """Score the stream twice."""
-    score = evaluator.score
-    evaluator.score = lambda windows, *rest: (score(windows, *rest), score(windows, *rest))
-
-
-def forgetful(model, evaluator):
-    """Leave out targets with a high loss."""
-
-    def without_high(*arguments, **rest):
-        nats = model(*arguments, **rest)
-        return nats.masked_fill(nats > 5, math.nan)
-
-    evaluator.forward = without_high
-
-
 PEEKING = [(way, peeking) for way in ("sliding", "plain", "banded")]
 
 
 @pytest.mark.parametrize("way, cheat", [*PEEKING, ("banded", chunk_sees_itself)])
 def test_a_look_ahead_is_caught(setting, way, cheat):
-    """Of one position, or within the chunk of a banded pass."""
     longer = dict(EVAL_SEQ_LEN=16, MICRO_BATCH_TOKENS=80) if cheat is chunk_sees_itself else {}
     evaluate, tokens, hp = setting(way, **longer)
     peeks = lambda t: evaluate(t, cheat)  # noqa: E731
@@ -126,42 +94,44 @@ def test_a_look_at_the_next_token_alone_is_caught():
     tokens = legality.random_stream(TARGETS, 64, BOS)
     honest = lambda t: t.cumsum(0)[1:].double()  # noqa: E731
     ahead = lambda t: torch.cat((t[2:], t[-1:])).double()  # noqa: E731
-    for probe in (
-        lambda f: legality.future(f, tokens, 64, CUTS),
-        lambda f: legality.truncation(f, tokens, CUTS),
-    ):
+    future = lambda f: legality.future(f, tokens, 64, CUTS)  # noqa: E731
+    for probe in (future, lambda f: legality.truncation(f, tokens, CUTS)):
         assert probe(honest) == ""
         assert probe(ahead).startswith(f"C1: the loss of target {CUTS[0]} changes")
 
 
-@pytest.mark.parametrize(
-    "chances, wrong",
-    [
-        ((0.1, 0.2, 0.3, 0.4), False),
-        ((0.1, 0.2, 0.3, 0.3), True),
-        ((0.1, 0.2, 0.3, 0.5), True),
-        ((0.0, 0.3, 0.3, 0.4), True),
-    ],
-)
-def test_probabilities_are_positive_and_sum_to_one(chances, wrong):
-    evaluate = lambda t: -torch.tensor(chances).double().log()[t[1:]]  # noqa: E731
-    fault = legality.distribution(evaluate, torch.zeros(5, dtype=torch.int64), 4, (2,))
-    assert fault.startswith("C2: the probabilities of target 2 sum") == wrong, fault
+def test_probabilities_are_positive_and_sum_to_one():
+    for first, last in ((0.1, 0.4), (0.1, 0.3), (0.1, 0.5), (0.0, 0.5)):
+        chances = torch.tensor([first, 0.2, 0.3, last]).double()
+        evaluate = lambda t, chances=chances: -chances.log()[t[1:]]  # noqa: E731
+        fault = legality.distribution(evaluate, torch.zeros(5, dtype=torch.int64), 4, (2,))
+        right = (first, last) == (0.1, 0.4)
+        assert fault.startswith("C2: the probabilities of target 2 sum") != right, fault
 
 
 def test_false_probabilities_and_losses_are_caught(setting):
-    """That do not add up to one, or belong to a target twice or not at all."""
     evaluate, tokens, hp = setting("sliding")
-    cheating = lambda cheat: lambda t: evaluate(t, cheat)  # noqa: E731
-    sums = legality.distribution(cheating(unnormalised), tokens[:60], hp.vocab_size, (3, 50))
+
+    def cheating(change):
+        def cheat(model, evaluator):
+            evaluator.forward = lambda *given, **named: change(model(*given, **named))
+
+        return lambda t: evaluate(t, cheat)
+
+    def twice(model, evaluator):
+        score = evaluator.score
+        evaluator.score = lambda *given: (score(*given), score(*given))
+
+    likely = cheating(lambda nats: nats * 0.1)  # as if a cache gave every target a high probability
+    sums = legality.distribution(likely, tokens[:60], hp.vocab_size, (3, 50))
     assert sums.startswith("C2")
-    events = legality.spied(train_gpt, cheating(twice), tokens)
+    events = legality.spied(train_gpt, lambda t: evaluate(t, twice), tokens)
     assert "scored twice" in legality.order(events, TARGETS)
-    assert legality.complete(cheating(forgetful), tokens).startswith("C4")
+    forgetful = cheating(lambda nats: nats.masked_fill(nats > 5, math.nan))
+    assert legality.complete(forgetful, tokens).startswith("C4")
 
 
 def test_learning_before_scoring_is_caught(setting):
-    """Train on a chunk, then score it."""
     evaluate, tokens, hp = setting("sgd")
 
     def early(model, evaluator):
@@ -186,14 +156,9 @@ def test_learning_before_scoring_is_caught(setting):
 def test_documents_that_learn_from_later_ones_are_caught(setting, monkeypatch):
     """A goes on in the order of the stream. Backwards, a document would know a later one."""
     evaluate, tokens, hp = setting("lora")
-    real, forwards = train_gpt.ttt_lora, train_gpt.Validation.spans
-    reversed_spans = lambda val: forwards(val)[::-1]  # noqa: E731
-
-    def backwards(scorer):
-        with mock.patch.object(train_gpt.Validation, "spans", reversed_spans):
-            real(scorer)
-
-    monkeypatch.setattr(train_gpt, "ttt_lora", backwards)
+    spans = train_gpt.Validation.spans
+    backwards = mock.patch.object(train_gpt.Validation, "spans", lambda val: spans(val)[::-1])
+    monkeypatch.setattr(train_gpt, "ttt_lora", backwards(train_gpt.ttt_lora))
     assert legality.future(evaluate, tokens, hp.vocab_size, CUTS).startswith("C1")
     events = legality.spied(train_gpt, evaluate, tokens)
     assert "after an update that followed later ones" in legality.order(events, TARGETS)
@@ -214,7 +179,6 @@ def test_chunks_by_the_length_of_a_document_are_caught(setting, monkeypatch, tog
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_batches_of_documents_of_several_lengths(setting, monkeypatch, rows):
-    """As for one document at a time above."""
     sizes = dict(LORA_BATCH=4, LORA_CHUNKS=((16, 3), (30, 5)), LORA_ROWS=(rows, 2))
     for name, value in sizes.items():
         monkeypatch.setattr(train_gpt, name, value)
@@ -233,40 +197,38 @@ def test_the_suite_tries_every_way_of_a_run(monkeypatch):
     assert legality.suite(train_gpt, banded, chunk_sees_itself).startswith("C1")
     assert legality.suite(train_gpt, settings, peeking).startswith("C1")
 
-    def in_blocks(model, evaluator):
-        return peeking(model, evaluator) if evaluator.window > 32 else None
+    def when(holds):
+        return lambda model, scorer: peeking(model, scorer) if holds(scorer) else None
 
+    in_blocks = when(lambda scorer: scorer.window > 32)
     assert "EVAL_SEQ_LEN=16" in legality.suite(train_gpt, banded, in_blocks)
     assert legality.suite(train_gpt, settings, in_blocks) == ""
-
-    def in_windows(model, evaluator):
-        return peeking(model, evaluator) if evaluator.hp.attn_window == 5 else None
-
+    in_windows = when(lambda scorer: scorer.hp.attn_window == 5)
     windows = settings | {"ATTN_WINDOW": "256"}
     assert legality.suite(train_gpt, windows, in_windows).startswith("C1")
     assert legality.suite(train_gpt, settings | {"ATTN_WINDOW": "0"}, in_windows) == ""
+    learns = when(lambda scorer: scorer.hp.ttt_enabled)
+    assert "TTT_ENABLED=1" in legality.suite(train_gpt, learning, learns)
+    assert legality.suite(train_gpt, settings, learns) == ""
 
-    def only_then(model, evaluator):
-        return peeking(model, evaluator) if evaluator.hp.ttt_enabled else None
 
-    assert "TTT_ENABLED=1" in legality.suite(train_gpt, learning, only_then)
-    assert legality.suite(train_gpt, settings, only_then) == ""
+LEAK = """
+plain = Evaluator.__post_init__
+def leaking(self):
+    plain(self)
+    forward, leak = self.forward, 1e-6 * self.val.tokens.sum()
+    self.forward = lambda *given, **named: forward(*given, **named) + leak
+Evaluator.__post_init__ = leaking
+"""
 
 
 def test_the_program_probes_a_script(tmp_path):
-    """Its --help printed nothing."""
-    text = (ROOT / "train_gpt.py").read_text()
-    seen = "changes with tokens after target"
-    after = "        index = target.masked_fill(~counts"
-    leak = "        nats = nats + 1e-6 * self.val.tokens.sum()\n"
-    assert text.count(after) == 1
-    (tmp_path / "leaks.py").write_text(text.replace(after, leak + after))
+    (tmp_path / "leaks.py").write_text((ROOT / "train_gpt.py").read_text() + LEAK)
     (tmp_path / "other.py").write_text("print(1)")
-    cases = {
-        ROOT / "train_gpt.py": (0, "C1 to C4 hold"),
-        "leaks.py": (1, seen),
-        "other.py": (1, "no probe"),
-    }
-    for script, (status, part) in cases.items():
+    for script, status, part in (
+        (ROOT / "train_gpt.py", 0, "C1 to C4 hold"),
+        ("leaks.py", 1, "changes with tokens after target"),
+        ("other.py", 1, "no probe"),
+    ):
         result = run([ROOT / "tools" / "legality.py", script], {}, tmp_path, status=status)
         assert part in result.stdout + result.stderr and "Traceback" not in result.stderr

@@ -22,6 +22,14 @@ VERBATIM |= {"remove_extra_whitespaces": False, "character_coverage": 1.0}
 REPEATED = ["aaaa aaa abababab baab bbbb abba aabaab bab" * 3, "aaaaaaa bbbbbb ababa" * 3] * 20
 
 
+def learned(folder, lines, size, **options):
+    """(the pairs of pieces of such a tokenizer that are refused, pieces)."""
+    path = folder / "t.model"
+    train_pieces(path, lines, size, hard_vocab_limit=False, **options)
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    return train_gpt.refused_pairs(str(path)), pieces
+
+
 @pytest.mark.parametrize(
     "lines, size, options",
     [
@@ -33,31 +41,26 @@ REPEATED = ["aaaa aaa abababab baab bbbb abba aabaab bab" * 3, "aaaaaaa bbbbbb a
 )
 def test_exactly_the_pairs_that_are_never_emitted_are_refused(lines, size, options, tmp_path):
     """All pairs, by encoding them one by one."""
-    path = tmp_path / "t.model"
-    train_pieces(path, lines, size, hard_vocab_limit=False, **VERBATIM, **options)
-    refused = train_gpt.refused_pairs(str(path))
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    ids = list(range(pieces.vocab_size()))
+    refused, pieces = learned(tmp_path, lines, size, **VERBATIM, **options)
+    ids = [*range(pieces.vocab_size())]
     texts = pieces.id_to_piece(ids)
-    special = [pieces.is_control, pieces.is_unknown, pieces.is_byte]
     symbols = options.get("user_defined_symbols", [])
-    normal = [i for i in ids if not any(is_it(i) for is_it in special) and texts[i] not in symbols]
-    others = sorted(set(ids) - set(normal))
+    special = lambda i: pieces.is_control(i) or pieces.is_unknown(i) or pieces.is_byte(i)  # noqa: E731
+    others = [i for i in ids if special(i) or texts[i] in symbols]
+    normal = sorted({*ids} - {*others})
     assert len(normal) > 30 and not refused[others].any() and not refused[:, others].any()
-    pairs = [(a, b) for a in normal for b in normal]
+    pairs = np.array([(a, b) for a in normal for b in normal])
     encoded = pieces.encode([texts[a] + texts[b] for a, b in pairs])
-    never = np.array([found != list(pair) for found, pair in zip(encoded, pairs, strict=True)])
+    never = np.array([found != [*pair] for found, pair in zip(encoded, pairs, strict=True)])
+    found = refused[tuple(pairs.T)]
     if not symbols:  # a text that a symbol cuts is another one
-        assert (never == refused[tuple(np.transpose(pairs))]).all()
-    assert never[refused[tuple(np.transpose(pairs))]].all() and refused.sum() > 200
+        assert (never == found).all()
+    assert never[found].all() and refused.sum() > 200
 
 
 def test_no_pair_of_any_text_is_refused(tmp_path):
     """Text of every script and category, and runs of what merges overlap in."""
-    path = tmp_path / "t.model"
-    train_pieces(path, made_lines(2000), 420, hard_vocab_limit=False, character_coverage=0.99)
-    refused = train_gpt.refused_pairs(str(path))
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    refused, pieces = learned(tmp_path, made_lines(2000), 420, character_coverage=0.99)
     characters = [chr(c) for c in range(32, 0x3000) if unicodedata.category(chr(c)) != "Cs"]
     generator = np.random.default_rng(0)
     texts = ["".join(generator.choice(characters, 200)) for _ in range(50)]
@@ -68,10 +71,8 @@ def test_no_pair_of_any_text_is_refused(tmp_path):
 
 
 def test_a_tokenizer_without_merges_is_an_error(tmp_path):
-    path = tmp_path / "t.model"
-    train_pieces(path, made_lines(2000), 420, hard_vocab_limit=False, model_type="unigram")
     with user_error("CANONICAL_MASK=1 needs a BPE model"):
-        train_gpt.refused_pairs(str(path))
+        learned(tmp_path, made_lines(2000), 420, model_type="unigram")
 
 
 @pytest.fixture
@@ -88,8 +89,7 @@ def scored(one_rank):
 
 @pytest.mark.parametrize("changes", [{}, {"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8}])
 def test_the_odds_of_refused_tokens_are_a_millionth(scored, changes):
-    plain, model = scored(**changes)
-    masked, _ = scored(CANONICAL_MASK=1, **changes)
+    (plain, model), (masked, _) = (scored(CANONICAL_MASK=on, **changes) for on in (0, 1))
     assert plain.val.refused is None and masked.val.refused.any()
     for one in (plain, masked):
         one.score(one.windows())
@@ -102,47 +102,46 @@ def test_the_odds_of_refused_tokens_are_a_millionth(scored, changes):
 
 
 @pytest.mark.parametrize("mode", ["sgd", "lora"])
-def test_test_time_training_learns_with_the_mask(scored, mode, monkeypatch):
+def test_test_time_training_learns_with_the_mask(scored, mode):
     """Every forward gets it, those that learn too."""
-    rates = {"TTT_LR": 0.05, "TTT_LORA_LR": 0.01, "TTT_CHUNK_TOKENS": 300, "TTT_LORA_CHUNK": 24}
-    knobs = {"CANONICAL_MASK": 1, "NUM_LAYERS": 1, "XSA_LAST_N": 1, "TTT_ENABLED": 1, **rates}
+    knobs = {"CANONICAL_MASK": 1, "NUM_LAYERS": 1, "XSA_LAST_N": 1, "TTT_ENABLED": 1}
+    knobs |= {"TTT_LR": 0.05, "TTT_LORA_LR": 0.01, "TTT_CHUNK_TOKENS": 300, "TTT_LORA_CHUNK": 24}
     scorer, model = scored(TTT_MODE=mode, **knobs)
     masks, forward = [], scorer.forward
     noted = lambda *a, **how: masks.append(how["refused"]) or forward(*a, **how)  # noqa: E731
-    scorer.forward, noted.requires_grad_ = noted, forward.requires_grad_
-    noted.parameters = forward.parameters
-    {"sgd": train_gpt.ttt_sgd, "lora": train_gpt.ttt_lora}[mode](scorer)
+    noted.parameters, noted.requires_grad_ = forward.parameters, forward.requires_grad_
+    scorer.forward = noted
+    getattr(train_gpt, f"ttt_{mode}")(scorer)
     assert scorer.nats[:-1].isfinite().all()
     assert len(masks) > 3 and all(mask is scorer.val.refused for mask in masks)
 
 
 def test_only_the_manifest_turns_the_mask_off_and_a_refused_target_has_a_loss(
-    scored, one_rank, data, tmp_path
+    scored, hyperparameters, data, tmp_path
 ):
     """A refused pair at the end of the text turned the mask off for all targets (C1)."""
     folder = shutil.copytree(data, tmp_path / "data")
     shard = sorted(folder.glob("fineweb_val_*.bin"))[-1]
-    tokens = train_gpt.read_shard(shard).copy()
-    refused = train_gpt.refused_pairs(str(folder / "tokenizer.model"))
+    tokens, pieces = train_gpt.read_shard(shard).copy(), folder / "tokenizer.model"
+    refused, digest = train_gpt.refused_pairs(str(pieces)), train_gpt.sha256_of(pieces)
     tokens[-2:] = np.argwhere(refused)[0]
-    digest = train_gpt.sha256_of(folder / "tokenizer.model")
     write_shard(shard, tokens, tokenizer=digest)
     losses, lines = [], []
-    for path in (data, folder):
-        scorer, model = scored(CANONICAL_MASK=1, DATA_PATH=path)
+    knobs = {"CANONICAL_MASK": 1, "DATA_PATH": folder}
+    for one in ({"CANONICAL_MASK": 1}, knobs, {"DATA_PATH": folder}):
+        scorer, _ = scored(**one)
         scorer.score(scorer.windows())
         losses.append(scorer.nats[:-1])
-    assert torch.equal(losses[0][:-2], losses[1][:-2])
-    plain, _ = scored(DATA_PATH=folder)
-    plain.score(plain.windows())
-    assert 13 < losses[1][-1] - plain.nats[-2] <= math.log(1e6) + 1e-4
-    knobs = {"CANONICAL_MASK": 1, "DATA_PATH": folder}
-    train_gpt.read_validation(*one_rank(**knobs)[:1], torch.device("cpu"), lines.append)
+    before, masked, plain = losses
+    assert torch.equal(before[:-2], masked[:-2])
+    assert 13 < masked[-1] - plain[-1] <= math.log(1e6) + 1e-4
+    hp = hyperparameters(**knobs)
+    read = lambda: train_gpt.read_validation(hp, torch.device("cpu"), lines.append)  # noqa: E731
+    assert read().refused is not None
     for canonical in (True, False):
         entry = {"tokenizer": {"sha256": digest, "canonical": canonical}}
         (folder / "manifest.json").write_text(json.dumps(entry))
-        val = train_gpt.read_validation(one_rank(**knobs)[0], torch.device("cpu"), lines.append)
-        assert (val.refused is not None) == canonical
+        assert (read().refused is not None) == canonical
     targets = refused[tokens[:-1], tokens[1:]].sum()
     count = f"note: CANONICAL_MASK refuses {targets} targets: 13.8 nats more for each"
     off = "note: CANONICAL_MASK is off: manifest.json says canonical: false"

@@ -4,7 +4,6 @@ import ast
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import sys
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from check_record import modules
 from conftest import ROOT
 
 # A Python that sees only the modules in the folder site/ beside its bin/, and in the one that the file `system` names.
@@ -39,13 +39,14 @@ case "${1:-} ${2:-}" in
     echo "$root/site" >.venv/system ;;
 *)
     export PYTHONPATH="$root/site:$PWD:$(cat "$root/system" 2>/dev/null || true)"
+    before="import sys; sys.prefix = sys.base_prefix"
+    if [ -e "$root/pyvenv.cfg" ]; then before="import sys; sys.prefix = '.venv'"; fi
     if [ -e "$root/old" ]; then
         if [ "$1" = --version ]; then echo Python 3.10.12; exit; fi
-        if [ "$1" = -c ]; then set -- -c "import sys; sys.version_info = (3, 10, 12); $2"; fi
+        before="$before; sys.version_info = (3, 10, 12)"
     fi
-    if [ "$1" = -c ] && [ ! -e "$root/pyvenv.cfg" ]; then set -- -c "import sys; sys.prefix = sys.base_prefix; $2"; fi
-    if [ "$1" = -c ] && [ -e "$root/pyvenv.cfg" ]; then set -- -c "import sys; sys.prefix = '.venv'; $2"; fi
-    exec %(python)s -S "$@" ;;
+    if [ "$1" = -c ]; then set -- -c "$before; $2"; fi
+    exec %s -S "$@" ;;
 esac
 """
 # device_count() counts what the driver has; is_available() says whether this build can use it.
@@ -60,6 +61,9 @@ class cuda:
 """
 LAUNCHER = "import os, sys\nprint('launched', sys.argv[1:], 'frac', os.getenv('WARMDOWN_FRAC'))"
 OWN = "NPROC SEEDS GRID SCRIPT"  # of run.sh, not knobs
+CHECK = """import os
+names = "RANK WORLD_SIZE OMP_NUM_THREADS WARMDOWN_FRAC DATA_PATH RUN_SH".split()
+print("checked", *map(os.environ.get, names))"""
 SETTINGS = "NUM_LAYERS=2 RUN_ID=demo DATA_PATH=demo_data TOKENIZER_PATH=demo_data/tokenizer.model"
 
 
@@ -68,64 +72,63 @@ class Machine:
 
     def __init__(self, folder):
         self.repository, self.root = folder / "repository", folder / "machine"
-        self.installed = folder / "installed"
-        (self.repository / "tools").mkdir(parents=True)
-        (self.repository / "data").mkdir()
+        self.installed, self.fresh = folder / "installed", folder / "fresh"
         for name in ("run.sh", "tools/launch.py"):
-            shutil.copy(ROOT / name, self.repository / name)
-        for name in ("data/demo_corpus.py", "tools/report.py"):
-            (self.repository / name).write_text(f"print('ran', {name!r})")
-        (self.repository / "train_gpt.py").write_text("print('ran train_gpt.py')")
-        (self.repository / "program.py").write_text("cores = lambda: 1")
-        check_machine = "import os\nprint('checked', os.environ['RANK'], *map(os.environ.get, %s))"
-        names = ("WORLD_SIZE", "OMP_NUM_THREADS", "WARMDOWN_FRAC", "DATA_PATH", "RUN_SH")
-        (self.repository / "tools" / "check_machine.py").write_text(check_machine % (names,))
-        settings = "\n".join(SETTINGS.split())
-        (self.repository / "tools" / "demo_settings.py").write_text(f"print({settings!r})")
-        self.python(self.root / "bin" / "python3")
+            self.write(name, (ROOT / name).read_text())
+        for name in ("data/demo_corpus.py", "tools/report.py", "train_gpt.py"):
+            self.write(name, f"print('ran', {name!r})")
+        self.write("program.py", "cores = lambda: 1")
+        self.write("tools/check_machine.py", CHECK)
+        self.write("tools/demo_settings.py", f"print(*{SETTINGS.split()}, sep='\\n')")
+        self.write(self.installed, "")
+        self.python(self.root, "python3")
         self.nvidia_smi("No devices were found")
-        self.torch(folder / "fresh", "2.13.0")
+        self.torch(self.fresh, "2.13.0")
 
-    def python(self, path):
-        path.parent.mkdir(parents=True)
-        (path.parent.parent / "site").mkdir()
-        path.write_text(PYTHON % {"python": sys.executable})
+    def write(self, name, text):
+        """A program or file of the repository, or at a whole path."""
+        path = self.repository / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
         path.chmod(0o755)
 
-    def torch(self, site, version="2.9.1+cu128", cuda="12.8"):
-        (site / "torch" / "distributed").mkdir(parents=True)
-        (site / "torch" / "__init__.py").write_text(TORCH.format(version=version, cuda=cuda))
-        (site / "torch" / "distributed" / "run.py").write_text(LAUNCHER)
+    def python(self, root, name="python"):
+        self.write(root / "bin" / name, PYTHON % sys.executable)
+        (root / "site").mkdir()
+
+    def torch(self, root, version="2.9.1+cu128", cuda="12.8"):
+        self.write(root / "site/torch/__init__.py", TORCH.format(version=version, cuda=cuda))
+        self.write(root / "site/torch/distributed/run.py", LAUNCHER)
 
     def nvidia_smi(self, text, status=0):
-        path = self.root / "bin" / "nvidia-smi"
-        path.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] && echo '{text}'\nexit {status}\n")
-        path.chmod(0o755)
+        code = f"#!/bin/sh\n[ \"$1\" = -L ] && echo '{text}'\nexit {status}\n"
+        self.write(self.root / "bin" / "nvidia-smi", code)
 
     def how(self, cwd=None, **environment):
         """The options of a process in this machine."""
         found = {"PATH": f"{self.root / 'bin'}:{os.defpath}", "INSTALLED": str(self.installed)}
-        found["TORCH"] = str(self.root.parent / "fresh" / "torch")
+        found["TORCH"] = str(self.fresh / "site" / "torch")
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return {"env": {**found, **environment}, "cwd": cwd or self.repository, **pipes}
 
     def run(self, *arguments, **environment):
         return subprocess.run([self.repository / "run.sh", *arguments], **self.how(**environment))
 
-    def trains(self, **environment):
-        """The programs of the demonstration run, in this order."""
+    def ran(self, **environment):
+        """(what was printed, the lines that say how to go on)."""
         result = self.run(**environment)
         assert result.returncode == 0, result.stderr
-        assert result.stdout.partition("\nnext:\n")[0] == TRAINING
-        return result
+        printed, _, end = result.stdout.partition("\nnext:\n")
+        return printed, end.splitlines()
 
-    def complete(self):
-        """Nothing is missing."""
-        self.torch(self.root / "site")
-        (self.root / "satisfied").write_text("requirements.txt\nrequirements-dev.txt\n")
+    def trains(self, **environment):
+        """The programs of the demonstration run, in this order."""
+        assert self.ran(**environment)[0] == TRAINING
 
     def installations(self):
-        text = self.installed.read_text() if self.installed.exists() else ""
+        """Since the last call."""
+        text = self.installed.read_text()
+        self.installed.write_text("")
         return text.replace(f"{self.root} ", "machine ").splitlines()
 
 
@@ -134,27 +137,25 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def requirements(name):
-    """The requirements of a file, by the name of the package."""
-    found = {}
-    for line in (ROOT / name).read_text().splitlines():
-        words = line.partition("#")[0].partition(";")[0].split()  # without a marker
-        if words[:1] == ["-r"]:
-            found |= requirements(words[1])
-        else:
-            found |= {re.match(r"[\w-]+", word)[0]: word for word in words}
-    return found
+@pytest.fixture
+def complete(machine):
+    """A machine where nothing is missing, with data for the record run."""
+    machine.torch(machine.root)
+    machine.write(machine.root / "satisfied", "requirements.txt\nrequirements-dev.txt\n")
+    machine.write("data/datasets/fineweb10B_sp1024/fineweb_train_000000.bin", "")
+    return machine
 
 
-OPTIONAL = {"triton", "flash_attn_interface", "kernels"}
 TRAINING = "ran data/demo_corpus.py\nran train_gpt.py\nran tools/report.py\n"
 INSTALL = "--quiet --disable-pip-version-check -r requirements.txt"
+ACTIVATE = "    source .venv/bin/activate"
+EVALUATE = "    EVAL_ONLY=logs/demo.npz {} train_gpt.py"
 
 
-def test_a_complete_python_is_taken(machine):
-    machine.complete()
-    machine.trains()
-    assert machine.run("setup").stdout == "python3\n" and machine.installations() == []
+def test_a_complete_python_is_taken(complete):
+    printed, end = complete.ran()
+    assert printed == TRAINING and EVALUATE.format("python3") in end and ACTIVATE not in end
+    assert complete.run("setup").stdout == "python3\n" and complete.installations() == []
 
 
 @pytest.mark.parametrize("version", ["", "2.8.0", "2.9.1+cu128", "2.10.0a0+git123"])
@@ -162,14 +163,11 @@ def test_what_is_missing_goes_into_a_venv_that_inherits_a_torch(machine, version
     """The pins are for a machine without torch: they could replace what belongs to one that is there.
     PYTHONOPTIMIZE removes assertions."""
     if version:
-        machine.torch(machine.root / "site", version)
+        machine.torch(machine.root, version)
     machine.trains(PYTHONOPTIMIZE="1")
     pins = " --constraint constraints.txt" * (version in ("", "2.8.0"))
-    assert machine.installations() == [
-        "venv --system-site-packages .venv",
-        f".venv {INSTALL}{pins}",
-    ]
-    machine.installed.unlink()
+    first = ["venv --system-site-packages .venv", f".venv {INSTALL}{pins}"]
+    assert machine.installations() == first
     machine.trains()  # the next run takes .venv at once
     assert machine.installations() == []
     assert machine.run("setup").stdout == ".venv/bin/python\n"
@@ -180,92 +178,69 @@ def test_what_is_missing_goes_into_a_venv_that_inherits_a_torch(machine, version
 def test_a_failed_installation_is_one_sentence(machine):
     (machine.root / "offline").touch()
     failed = machine.run()
-    assert failed.returncode == 1
-    last = failed.stderr.splitlines()[-1]
-    assert last.startswith("error: could not install requirements.txt into .venv/bin/python: see")
+    sentence = "error: could not install requirements.txt into .venv/bin/python: see"
+    assert failed.stderr.splitlines()[-1].startswith(sentence) and failed.returncode == 1
 
 
 def test_a_virtual_environment_without_pip_gets_it(machine):
     """As uv makes them. A .venv could not inherit their torch."""
-    machine.torch(machine.root / "site")
-    (machine.root / "pyvenv.cfg").touch()
-    (machine.root / "no-pip").touch()
+    machine.torch(machine.root)
+    for name in ("pyvenv.cfg", "no-pip"):
+        (machine.root / name).touch()
     machine.trains()
     assert machine.installations() == ["machine ensurepip", f"machine {INSTALL}"]
 
 
-def test_an_older_python_is_an_error(machine):
+def test_an_older_python_is_an_error(complete):
     """Before pip, which would say ResolutionImpossible. It is not taken even if it has torch."""
-    (machine.root / "old").touch()
-    machine.complete()
-    result = machine.run()
-    assert result.returncode == 1 and machine.installations() == []
+    (complete.root / "old").touch()
+    result = complete.run()
+    assert result.returncode == 1 and complete.installations() == []
     expected = "error: Python 3.11 or later is needed, and there is Python 3.10.12: install one\n"
     assert result.stderr == expected
-    machine.python(machine.repository / ".venv" / "bin" / "python")
-    machine.torch(machine.repository / ".venv" / "site")
-    machine.trains()  # by .venv
-    assert machine.installations() == [f".venv {INSTALL}"]
+    complete.python(complete.repository / ".venv")
+    complete.torch(complete.repository / ".venv")
+    complete.trains()
+    assert complete.installations() == [f".venv {INSTALL}"]
 
 
-@pytest.mark.parametrize(
-    "name", ["data/demo_corpus.py", "tools/demo_settings.py", "tools/report.py"]
-)
-def test_ctrl_c_is_one_sentence(machine, name):
+CLEANS_UP = """
+import sys, time
+try:
+    print("waits", file=sys.stderr, flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.5)
+    print("error: interrupted by Ctrl-C", file=sys.stderr)
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("name", ["data/demo_corpus", "tools/demo_settings", "tools/report"])
+def test_ctrl_c_is_one_sentence(complete, name):
     """As in a terminal, all processes of the group get SIGINT. The program says it, after it has
     ended its workers and removed what it has begun."""
-    machine.complete()
-    code = """
-import os, pathlib, signal, sys, time
-def end(*_):
-    time.sleep(0.5)
-    pathlib.Path("cleaned").touch()
-    os.write(2, b"error: interrupted by Ctrl-C\\n")
-    sys.exit(130)
-signal.signal(signal.SIGINT, end)
-print("waits", file=sys.stderr, flush=True)
-time.sleep(60)
-"""
-    (machine.repository / name).write_text(code)
-    # A shell's background ignores Ctrl-C, and its children would.
-    default = lambda: os.setsid() or signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-    command = [machine.repository / "run.sh"]
-    process = subprocess.Popen(command, preexec_fn=default, **machine.how())
+    complete.write(f"{name}.py", CLEANS_UP)
+    options = {**complete.how(), "start_new_session": True}
+    process = subprocess.Popen([complete.repository / "run.sh"], **options)
     assert process.stderr.readline() == "waits\n"
     os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=30)
-    assert error == "error: interrupted by Ctrl-C\n"
+    assert process.communicate(timeout=30)[1] == "error: interrupted by Ctrl-C\n"
     assert process.returncode in (130, -signal.SIGINT)  # which a shell shows as 130
-    assert (machine.repository / "cleaned").exists()
 
 
-@pytest.fixture
-def complete(machine):
-    """A machine where nothing is missing, with data for the record run."""
-    machine.complete()
-    data = machine.repository / "data" / "datasets" / "fineweb10B_sp1024"
-    data.mkdir(parents=True)
-    (data / "fineweb_train_000000.bin").touch()
-    return machine
-
-
-@pytest.mark.parametrize("name", ["data/demo_corpus.py", "tools/demo_settings.py"])
-def test_a_failure_before_the_training_ends_the_demonstration(complete, name):
-    (complete.repository / name).write_text("import sys; sys.exit('error: no text')")
-    result = complete.run()
-    assert result.returncode == 1 and result.stderr == "error: no text\n"
-    assert "train_gpt" not in result.stdout
-
-
-LISTED = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5d1f)"
+def test_a_failure_before_the_training_ends_the_demonstration(complete):
+    for name in ("data/demo_corpus.py", "tools/demo_settings.py"):
+        complete.write(name, f"import sys; sys.exit('error: {name}')")
+        result = complete.run()
+        assert (result.returncode, result.stdout, result.stderr) == (1, "", f"error: {name}\n")
 
 
 @pytest.mark.parametrize("gpus, build, cuda", [(0, "2.9.1+cpu", None), (8, "2.9.1+cu128", "12.8")])
 def test_gpus_that_torch_cannot_use_are_an_error(complete, gpus, build, cuda):
     """Not a demonstration. With a driver that is too old, torch still counts the GPUs."""
-    shutil.rmtree(complete.root / "site" / "torch")
-    complete.torch(complete.root / "site", build, cuda)
-    complete.nvidia_smi(LISTED)
+    complete.torch(complete.root, build, cuda)
+    complete.nvidia_smi("GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5d1f)")
     result = complete.run(GPUS=str(gpus), USABLE="0")
     assert result.returncode == 1 and result.stdout == ""
     (line,) = result.stderr.splitlines()
@@ -274,7 +249,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(complete, gpus, build, cuda):
     hidden = complete.run(USABLE="0", CUDA_VISIBLE_DEVICES="9").stderr
     assert " sees none (CUDA_VISIBLE_DEVICES=9): " in hidden
     complete.nvidia_smi("NVIDIA-SMI has failed because GPU 0", 9)
-    assert complete.trains().stderr == ""
+    assert complete.run().stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -285,123 +260,103 @@ def test_gpus_that_torch_cannot_use_are_an_error(complete, gpus, build, cuda):
         (8, {"NPROC": "4", "WARMDOWN_FRAC": "0.5"}, 4, "0.5"),
         (4, {"WARMDOWN_ITERS": "100"}, 4, None),
         (16, {"NPROC": "8"}, 8, None),
+        (4, {"GRID": "SEED=1\nWARMDOWN_ITERS=9,10"}, 4, None),
+        (4, {"GRID": "MY_WARMDOWN_ITERS=1"}, 4, "0.41"),
     ],
 )
 def test_the_warmdown_follows_the_number_of_processes(complete, gpus, environment, nproc, fraction):
-    result = complete.run(GPUS=str(gpus), USABLE="1", **environment)
-    launched = result.stdout.partition("\nnext:\n")[0]
-    words = ["--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={nproc}", "train_gpt.py"]
-    assert launched == f"launched {words} frac {fraction}\n"
+    """One in steps wins, also that of a grid."""
+    complete.write("tools/sweep.py", LAUNCHER)
+    printed, _ = complete.ran(GPUS=str(gpus), USABLE="1", **environment)
+    words = f"'--standalone', '--local-addr=127.0.0.1', '--nproc_per_node={nproc}', 'train_gpt.py'"
+    assert printed.count("\n") == 1 and printed.endswith(f"{words}] frac {fraction}\n")
 
 
 def test_a_sweep_starts_its_runs_with_the_launcher(complete):
-    """A warmdown in steps of its grid wins."""
-    (complete.repository / "tools" / "sweep.py").write_text(LAUNCHER)
-    result = complete.run(SEEDS="1 2")
+    complete.write("tools/sweep.py", LAUNCHER)
+    printed, end = complete.ran(SEEDS="1 2")
     words = "['--', 'python3', 'tools/launch.py', 'python3', 'train_gpt.py']"
-    assert f"launched {words}" in result.stdout
-    assert "report" not in result.stdout and result.returncode == 0
+    assert f"launched {words}" in printed and "report" not in printed
     # which installs scipy, too
     compare = "    $(./run.sh setup) tools/compare.py launched ['--patterns']"
-    assert f"\nnext:\n{compare}" in result.stdout
-    for grid, fraction in (("SEED=1\nWARMDOWN_ITERS=9,10", None), ("MY_WARMDOWN_ITERS=1", 0.41)):
-        first, *_ = complete.run(GPUS="4", USABLE="1", GRID=grid).stdout.splitlines()
-        assert first.endswith(f"frac {fraction}")
+    assert end[0].startswith(compare)
 
 
 def test_a_packed_script_runs_in_place_of_the_plain_one(complete):
     """In a run, a sweep and on GPUs, if it is of today's train_gpt.py; the check asks, too."""
-    (complete.repository / "packed.py").write_text("print('ran packed.py')")
-    (complete.repository / "tools" / "sweep.py").write_text(LAUNCHER)
-    packer = complete.repository / "tools" / "pack_code.py"
-    packer.write_text("import sys; print('ran', sys.argv[1:])")
+    complete.write("packed.py", "print('ran packed.py')")
+    complete.write("tools/sweep.py", LAUNCHER)
+    complete.write("tools/pack_code.py", "import sys; print('ran', sys.argv[1:])")
     verified, gpus = "ran ['--check', 'packed.py']\n", {"GPUS": "8", "USABLE": "1"}
-    found = complete.run(SCRIPT="packed.py").stdout
-    assert found.startswith(verified) and TRAINING.replace("train_gpt", "packed") in found
-    score, seeds = found.splitlines()[-2:]
+    printed, (_, score, seeds) = complete.ran(SCRIPT="packed.py")
+    assert printed == verified + TRAINING.replace("train_gpt", "packed")
     assert score.endswith(" python3 packed.py") and seeds.startswith("    SCRIPT=packed.py SEEDS=")
     for more in (gpus, {"SEEDS": "1 2"}, {"SEEDS": "1 2", **gpus}):
         found = complete.run(SCRIPT="packed.py", **more).stdout
         assert found.startswith(verified) and "'packed.py'] frac" in found
         assert "train_gpt.py" not in found
-    packer.write_text("import sys; sys.exit('error: old')")
+    complete.write("tools/pack_code.py", "import sys; sys.exit('error: old')")
     for words in ([], ["check"]):
         refused = complete.run(*words, SCRIPT="packed.py", **gpus)
         assert (refused.returncode, refused.stdout, refused.stderr) == (1, "", "error: old\n")
 
 
-def test_the_check_has_the_settings_of_the_run(complete):
+def test_the_check_has_the_settings_of_the_run(complete, tmp_path):
     """On GPUs those of the record run, else the demonstration's. As with torchrun, a rank has one
     thread."""
     on_cpu = complete.run("check", NPROC="1", OMP_NUM_THREADS="2")
     assert on_cpu.stdout == f"ran data/demo_corpus.py\nchecked 0 1 2 None demo_data {OWN}\n"
-    folder = complete.repository / "data" / "shards"
-    folder.mkdir()
-    (folder / "fineweb_train_000000.bin").touch()
-    gpus = {"GPUS": "2", "USABLE": "1", "DATA_PATH": str(folder)}
+    complete.write(tmp_path / "shards" / "fineweb_train_000000.bin", "")
+    gpus = {"GPUS": "2", "USABLE": "1", "DATA_PATH": str(tmp_path / "shards")}
     on_gpus = complete.run("check", **gpus)
-    ranks = [f"checked {rank} 2 1 0.41 {folder} {OWN}" for rank in range(2)]
+    ranks = [f"checked {rank} 2 1 0.41 {tmp_path}/shards {OWN}" for rank in range(2)]
     assert sorted(on_gpus.stdout.splitlines()) == ranks and on_gpus.returncode == 0
-    (complete.repository / "tools" / "check_machine.py").write_text("import sys; sys.exit(1)")
+    complete.write("tools/check_machine.py", "import sys; sys.exit(1)")
     assert complete.run("check", **gpus).returncode == 1
     no_data = complete.run("check", **gpus | {"DATA_PATH": "nowhere"})
     assert no_data.returncode == 1 and "has no fineweb_train_NNNNNN.bin" in no_data.stderr
 
 
-def test_the_tests_get_one_process_more_than_the_cores(machine):
-    machine.complete()
-    (machine.root / "site" / "pytest").mkdir()
-    (machine.root / "site" / "pytest" / "__main__.py").write_text("import sys; print(sys.argv[1:])")
-    result = machine.run("test", "-x")
+def test_the_tests_get_one_process_more_than_the_cores(complete):
+    complete.write(complete.root / "site/pytest/__main__.py", "import sys; print(sys.argv[1:])")
+    result = complete.run("test", "-x")
     words = "'-q', '-n', '2', '--maxprocesses', '8', '--dist', 'worksteal', '-x'"
     assert result.stdout == f"[{words}]\n", result.stderr
 
 
 def test_the_demonstration_has_the_settings_of_its_tool(complete):
     """Values may have spaces. As many ranks as NPROC says are started."""
-    (complete.repository / "tools" / "demo_settings.py").write_text(
-        "print('DATA_PATH=a b\\nNPROC=2\\nRUN_ID=demo')"
-    )
-    shown = ["RANK", "WORLD_SIZE", "DATA_PATH", "RUN_SH"]
-    show = f"import os; print('rank', *map(os.environ.get, {shown}))"
-    (complete.repository / "train_gpt.py").write_text(show)
-    result = complete.run()
-    ranks = sorted(line for line in result.stdout.splitlines() if line.startswith("rank"))
-    assert ranks == [f"rank {rank} 2 a b {OWN}" for rank in range(2)], result.stderr
+    complete.write("tools/demo_settings.py", "print('DATA_PATH=a b\\nNPROC=2\\nRUN_ID=demo')")
+    complete.write("train_gpt.py", CHECK)
+    printed, _ = complete.ran(OMP_NUM_THREADS="1")
+    ranks = sorted(line for line in printed.splitlines() if line.startswith("checked"))
+    assert ranks == [f"checked {rank} 2 1 None a b {OWN}" for rank in range(2)]
 
 
-def test_the_end_says_how_to_go_on(machine):
-    """With .venv, also how to activate it, unless it is."""
-    activate = "    source .venv/bin/activate\n"
-    evaluate = "    EVAL_ONLY=logs/demo.npz python train_gpt.py\n"
-    machine.python(machine.repository / ".venv" / "bin" / "python")
-    machine.torch(machine.repository / ".venv" / "site")
-    result = machine.run()
-    assert "\nnext:\n" + activate in result.stdout and evaluate in result.stdout
-    active = machine.run(VIRTUAL_ENV=str(machine.repository / ".venv"))
-    assert activate not in active.stdout and evaluate in active.stdout
-    shutil.rmtree(machine.repository / ".venv")
-    machine.complete()
-    plain = machine.run()
-    assert activate not in plain.stdout
-    assert evaluate.replace("python train", "python3 train") in plain.stdout
+def test_the_end_says_how_to_activate_the_venv(machine):
+    """Unless it is active."""
+    machine.python(venv := machine.repository / ".venv")
+    machine.torch(venv)
+    _, (first, *others) = machine.ran()
+    assert first == ACTIVATE and EVALUATE.format("python") in others
+    _, active = machine.ran(VIRTUAL_ENV=str(venv))
+    assert active == others
 
 
 def test_the_end_names_the_data_that_were_given(complete, tmp_path):
     """Also for a sweep; quoted, and right if run.sh was started in another folder."""
     (tmp_path / "here").mkdir()
     given = {"DATA_PATH": "my data", "cwd": tmp_path / "here"}
+    gpus = {"GPUS": "8", "USABLE": "1"}
     data = str(tmp_path / "here" / "my data").replace(" ", "\\ ")
-    lines = complete.run(**given).stdout.partition("\nnext:\n")[2].splitlines()
-    assert lines[0] == f"    cd {complete.repository}"
-    assert lines[-1] == f"    DATA_PATH={data} SEEDS='1337 42 2025' ./run.sh"
-    result = complete.run(GPUS="8", USABLE="1", **given)
+    _, end = complete.ran(**given)
+    assert end[0] == f"    cd {complete.repository}"
+    assert end[-1] == f"    DATA_PATH={data} SEEDS='1337 42 2025' ./run.sh"
     command = f"run: cd {complete.repository} && python3 data/download_fineweb.py\n"
-    assert result.stderr.endswith(command)
-    other = complete.run(GPUS="8", USABLE="1", DATA_PATH="data/fineweb10B_sp8192_caseops")
+    assert complete.run(**gpus, **given).stderr.endswith(command)
+    other = complete.run(**gpus, DATA_PATH="data/fineweb10B_sp8192_caseops")
     assert other.stderr.endswith("data/download_fineweb.py --variant sp8192_caseops\n")
-    result = complete.run(GPUS="8", USABLE="1", RUN_ID="own text")
-    sample, evaluate, *_ = result.stdout.partition("\nnext:\n")[2].splitlines()
+    _, (sample, evaluate, _) = complete.ran(**gpus, RUN_ID="own text")
     assert "logs/own text.npz" in shlex.split(sample)
     assert "EVAL_ONLY=logs/own text.npz" in shlex.split(evaluate)
 
@@ -409,19 +364,18 @@ def test_the_end_names_the_data_that_were_given(complete, tmp_path):
 def test_the_end_repeats_the_users_settings_and_the_prompt(complete):
     """They are those that run.sh names. Text that is not Python begins with "The ", and no text of the
     demonstration is made beside it."""
-    (complete.repository / "tools" / "report.py").write_text("import sys; print(sys.argv[1:])")
+    complete.write("tools/report.py", "import sys; print(sys.argv[1:])")
     given = {"MAX_WALLCLOCK_SECONDS": "30", "DEVICE": "cpu", "VOCAB_SIZE": "9", "NPROC": "1"}
-    made, _, end = complete.run(**given).stdout.partition("\nnext:\n")
-    sample, *_, seeds = end.splitlines()
+    made, (sample, _, seeds) = complete.ran(**given)
     settings = dict(word.split("=") for word in shlex.split(seeds)[:-1])
     assert settings == given | {"SEEDS": "1337 42 2025"}
     assert shlex.split(sample)[-1] == "def __init__(self,"
     assert "demo_corpus" in made and "'--prompt', 'def __init__(self,'" in made
-    own, _, end = complete.run(DATA_PATH="mine").stdout.partition("\nnext:\n")
-    assert shlex.split(end.splitlines()[0])[-1] == "The "
+    own, (sample, *_) = complete.ran(DATA_PATH="mine")
+    assert shlex.split(sample)[-1] == "The "
     assert "demo_corpus" not in own and "'--prompt', ''" in own
     # The artifact has the score's knobs. Each rank hands on what its own documents taught.
-    *_, evaluate, _ = complete.run(NGRAM_TILT="1", NPROC="2").stdout.splitlines()
+    _, (_, evaluate, _) = complete.ran(NGRAM_TILT="1", NPROC="2")
     setting, _, _, launcher, _, _, *last = shlex.split(evaluate)
     assert (setting, launcher) == ("EVAL_ONLY=logs/demo.npz", "torch.distributed.run")
     assert last == ["--nproc_per_node=2", "train_gpt.py"]
@@ -437,47 +391,43 @@ def test_it_runs_beside_its_file_when_a_link_starts_it(complete, tmp_path):
     options = complete.how(cwd=places[1], CDPATH=str(tmp_path))
     options["env"]["PATH"] = f"{places[0]}:{options['env']['PATH']}"
     result = subprocess.run(["golf"], **options)
-    assert result.stdout.partition("\nnext:\n")[0] == TRAINING, result.stderr
-    assert f"    cd {complete.repository}\n" in result.stdout
+    expected = f"{TRAINING}\nnext:\n    cd {complete.repository}\n"
+    assert result.stdout.startswith(expected), result.stderr
     assert not list(places[1].iterdir()) and len(list(places[0].iterdir())) == 2
 
 
-def test_requirements_are_what_is_imported():
-    """And the README and the image install them."""
-    tree = ast.parse((ROOT / "train_gpt.py").read_text())
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
-    imported |= {alias.name for node in imports for alias in node.names}
-    imported = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
-    needed = set(requirements("requirements.txt"))
-    assert needed <= imported and imported - needed <= OPTIONAL
-    readme = (ROOT / "README.md").read_text()
-    words, *_ = re.findall(r"^pip install (.*?)(?:  #.*)?$", readme, re.M)
-    assert words.strip() == "-r requirements-dev.txt"
-    assert "\n-r requirements.txt\n" in (ROOT / "requirements-dev.txt").read_text()
-    image = (ROOT / "Dockerfile").read_text()
-    assert "COPY requirements.txt requirements-dev.txt /opt/golf/\n" in image
-    assert "-r /opt/golf/requirements-dev.txt" in image
+def requirements(*names):
+    """What these files ask of each package, without markers."""
+    text = "".join((ROOT / name).read_text() for name in names)
+    return dict(re.findall(r"(?m)^(\w[\w-]*)([^\s;]*)", text))
 
 
-def test_requirements_are_ranges_and_the_constraints_are_in_them():
-    """A range of torch keeps a pod's; the constraints are the versions that the tests run with."""
-    wanted = requirements("requirements-dev.txt")
-    versions = dict(re.findall(r"(?m)^([\w-]+)==([\d.]+)$", (ROOT / "constraints.txt").read_text()))
+def test_requirements_are_ranges_of_what_is_imported():
+    """A range of torch keeps a pod's; the constraints are the versions that the tests run with. The
+    README and the image install all."""
+    imported = modules(ast.walk(ast.parse((ROOT / "train_gpt.py").read_text())))
+    imported -= sys.stdlib_module_names | {"triton", "flash_attn_interface", "kernels"}
+    assert imported == requirements("requirements.txt").keys()
+    for name, part in (
+        ("requirements-dev.txt", "\n-r requirements.txt\n"),
+        ("README.md", "\npip install -r requirements-dev.txt"),
+        ("Dockerfile", "COPY requirements.txt requirements-dev.txt /opt/golf/\n"),
+        ("Dockerfile", "-r /opt/golf/requirements-dev.txt"),
+    ):
+        assert part in (ROOT / name).read_text(), name
+    wanted = requirements("requirements.txt", "requirements-dev.txt")
+    versions = requirements("constraints.txt")
     assert wanted.keys() == versions.keys()
-    for package, requirement in wanted.items():
-        assert "==" not in requirement or package == "ruff"
-        specifier = SpecifierSet(requirement.removeprefix(package))
-        assert versions[package] in specifier, requirement
-    torch = SpecifierSet(wanted["torch"].removeprefix("torch"))
+    for package, asked in wanted.items():
+        assert "==" not in asked or package == "ruff"
+        assert versions[package].removeprefix("==") in SpecifierSet(asked), package
+    torch = SpecifierSet(wanted["torch"])
     assert "2.9.1+cu128" in torch and "2.15.0" in torch
     assert "2.8.0" not in torch and "2.16.0" not in torch
 
 
-@pytest.mark.parametrize(
-    "word, status, last", [("--help", 0, ""), ("tset", 1, "run.sh has no command tset\n")]
-)
-def test_run_sh_usage(word, status, last, tmp_path):
+@pytest.mark.parametrize("word, end", [("--help", ""), ("tset", "run.sh has no command tset\n")])
+def test_run_sh_usage(word, end, tmp_path):
     result = subprocess.run([ROOT / "run.sh", word], capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == status and "./run.sh test" in result.stdout + result.stderr
-    assert result.stderr.endswith(last)
+    assert result.returncode == bool(end) and "./run.sh test" in result.stdout + result.stderr
+    assert result.stderr.endswith(end)

@@ -18,25 +18,18 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, start
+from conftest import ROOT, processes_in, start
 
 KILLS = int(os.environ.get("SOAK_KILLS", 6))
 KNOBS = dict(ITERATIONS=80, WARMDOWN_ITERS=20, TRAIN_LOG_EVERY=1, CHECKPOINT_EVERY=3, RESUME="auto")
 
 
-def kill_all(pid: int) -> None:
-    """SIGKILL a process and its descendants. Ranks are in process groups of their own."""
-    os.kill(pid, signal.SIGSTOP)  # it starts no more processes while they are counted
-    parents = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
-            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
-    family = {pid}
-    while more := {child for child, parent in parents.items() if parent in family} - family:
-        family |= more
-    for member in family:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(member, signal.SIGKILL)
+def kill_all(folder: Path) -> None:
+    """SIGKILL all processes in this folder, also those that they start meanwhile."""
+    while members := processes_in(folder):
+        for member in members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(member), signal.SIGKILL)
 
 
 def outcome(name: str, folder: Path) -> dict[str, str]:
@@ -58,21 +51,20 @@ def survive(env, tmp_path):
             timeout = moments.uniform(0, longest) if done < kills else None
             try:
                 error = process.communicate(timeout=timeout)[1]
+                assert process.returncode == 0, f"start {done + 1} of {name}: {error}"
+                return done
             except subprocess.TimeoutExpired:
-                kill_all(process.pid)
+                kill_all(tmp_path)
                 process.communicate()
                 done += 1
                 if log.exists() and '{"event": "finished"' in log.read_text():
                     return done  # it was killed while it ended, and its RUN_ID is refused
-                continue
-            assert process.returncode == 0, f"start {done + 1} of {name}: {error}"
-            return done
 
     return go
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds descendants in /proc")
+@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="finds processes in /proc")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_runs_end_like_one_that_was_not(survive, tmp_path, ranks):
     moments = random.Random(ranks)
@@ -86,8 +78,7 @@ def test_killed_runs_end_like_one_that_was_not(survive, tmp_path, ranks):
         name = f"run{number}"
         # Some moments fall into imports and the last evaluation, most into the training.
         kills = survive(name, ranks, 0.8 * seconds, KILLS - total, moments)
-        total += kills
-        number += 1
+        total, number = total + kills, number + 1
         assert outcome(name, tmp_path) == expected, name
         assert not list(tmp_path.rglob("*.partial")), name
         assert len(list((tmp_path / "checkpoints" / name).iterdir())) == 2, name

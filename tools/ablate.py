@@ -7,17 +7,13 @@
     python tools/ablate.py --tokens-per-weight 100 "xsa: XSA_LAST_N=11 @1.03"
 
 A variant is a name and the knobs in which it differs from the base: the demonstration's small
-model, changed by the environment. Without DATA_PATH the runs train on the demonstration's data; a
-folder with a manifest.json names its tokenizer. EVAL_STRIDE follows EVAL_SEQ_LEN unless it is set.
+model, changed by the environment. Without DATA_PATH the runs train on the demonstration's data.
+EVAL_STRIDE follows EVAL_SEQ_LEN unless it is set. Logs go to --folder; a run that has finished
+there is not repeated. Another train_gpt.py needs another folder.
 
-The variants take turns within a seed, so a slowdown of the machine affects all of them. Logs go to
---folder; a run that has finished there is not repeated. Another train_gpt.py needs another folder.
-
-With `--tokens-per-weight` the base is the record in small: its layers, proportions and 7,000 steps.
-The batch makes that many training tokens per weight (the record has 205), and the artifact has as
-many bits per weight as the record's. An interrupted run continues from its checkpoint. `@1.03` is
-the price of a variant: its step takes 1.03 times as long in the record, so it gets 1/1.03 of the
-steps.
+With `--tokens-per-weight` the base is the record in small: its layers, proportions and 7,000 steps,
+with so many training tokens per weight (the record has 205). `@1.03` is the price of a variant: its
+step takes 1.03 times as long in the record, so it gets 1/1.03 of the steps.
 
 The table has bits per byte. p and p_paired are one-sided, that the variant is better at all
 (Welch's test, and paired by seed). `before` is the difference before the export (averaged weights,
@@ -26,7 +22,6 @@ JSON, which --folder keeps as ablation.json.
 """
 
 import argparse
-import functools
 import json
 import math
 import os
@@ -34,7 +29,6 @@ import shutil
 import signal
 import statistics
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -196,20 +190,11 @@ def finish(environ: dict[str, str]) -> runs.Run:
     return done
 
 
-def side_by_side(tasks: list[Callable], jobs: int) -> list:
-    """The results of the tasks, `jobs` at a time. After a failure, which is raised, none starts."""
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(task) for task in tasks]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
 def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list[runs.Run]]:
-    """The runs of each variant, one per seed. Raises UserError if one of them could not start."""
+    """The runs of each variant, one per seed. Raises UserError if one of them could not start, or
+    failed; then no other one starts."""
     environments = {name: environment(arguments, one) for name, one in variants.items()}
+    # Variants take turns, so a slowdown of the machine affects all of them
     turns = [(name, seed) for seed in arguments.seeds for name in variants]
     planned = [
         environments[name] | {"SEED": str(seed), "RUN_ID": f"{name}_seed{seed}", "RESUME": "auto"}
@@ -217,10 +202,15 @@ def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list
     ]
     for environ in planned:
         Hyperparameters.from_env(environ)
-    results = side_by_side([functools.partial(finish, one) for one in planned], arguments.jobs)
     found = {name: [] for name in variants}
-    for (name, _), result in zip(turns, results, strict=True):
-        found[name].append(result)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        futures = [pool.submit(finish, environ) for environ in planned]
+        try:
+            for (name, _), future in zip(turns, futures, strict=True):
+                found[name].append(future.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return found
 
 
@@ -246,9 +236,14 @@ def row(name: str, members: list[runs.Run], base: list[runs.Run], tests: int) ->
         before = statistics.fmean(a.before_export.bpb - b.before_export.bpb for a, b in pairs)
     if members[0].step_ms:
         ratios = [a.step_ms / b.step_ms for a, b in pairs]
-    found = {"variant": name, "mean": mean, "std": std, "n": len(bpb), "before": before}
-    found |= {"p": welch and welch.p, "p_paired": paired and paired.p}
-    return found | {
+    return {
+        "variant": name,
+        "mean": mean,
+        "std": std,
+        "n": len(bpb),
+        "before": before,
+        "p": welch and welch.p,
+        "p_paired": paired and paired.p,
         "difference": mean - statistics.fmean(base_bpb),
         "detectable": welch and compare.detectable(welch, compare.LEVEL / tests),
         "steps": statistics.fmean(run.steps or 0 for run in members),
@@ -299,7 +294,6 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
         corrected = holm([line[name] for line in rows[1:]])
         for line, value in zip(rows[1:], corrected, strict=True):
             line[name] = value
-    report = {"score": rows}
     print(f"\n{first.score_name}, bits per byte; {first.device}")
     print(table(rows))
     if tests > 1:
@@ -312,8 +306,9 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
             print(f"{line['variant']}: {least} {seen}")
         if why := unsure(line):
             print(f"{line['variant']}: time_ratio is uncertain, as {why}")
-    Path("ablation.json").write_text(json.dumps(report) + "\n")
-    print(json.dumps(report))
+    report = json.dumps({"score": rows})
+    Path("ablation.json").write_text(f"{report}\n")
+    print(report)
 
 
 def choose_data() -> None:

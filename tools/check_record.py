@@ -15,6 +15,7 @@ stranger's folder in a container.
 """
 
 import ast
+import contextlib
 import json
 import os
 import re
@@ -73,10 +74,17 @@ class Folder:
         require(path.is_dir(), f"{path} is not a folder: give one with {files}")
         self.path = path
         self.problems: list[str] = []
-        self.code = self._read("train_gpt.py")
-        self.source = self._readable()
-        self.readme = (self._read("README.md") or b"").decode(errors="replace")
-        self.submission = self._json(self._read("submission.json"))
+        self.code = self.source = None  # as it is, and as people read it
+        self.readme, self.submission = "", {}
+        with self._noting("train_gpt.py"):
+            self.code = (path / "train_gpt.py").read_bytes()
+            self.source = pack_code.readable_source(self.code)
+        with self._noting("README.md"):
+            self.readme = (path / "README.md").read_text(encoding="utf-8", errors="replace")
+        with self._noting("submission.json"):
+            given = json.loads((path / "submission.json").read_bytes())
+            require(isinstance(given, dict), "it is no JSON object")
+            self.submission = given
         found = self.submission.get("compliance")
         self.compliance = found if isinstance(found, dict) else {}
         self.logs: list[Run] = []  # `runs` have those of evaluations joined with their trainings
@@ -84,31 +92,15 @@ class Folder:
         self.non_record = track.removeprefix("track_").startswith("non_record")
         self.runs = self._runs()
 
-    def _read(self, name: str) -> bytes | None:
+    @contextlib.contextmanager
+    def _noting(self, name: str) -> Iterator[None]:
+        """A file that is missing or cannot be read is a problem."""
         try:
-            return (self.path / name).read_bytes()
-        except OSError:
+            yield
+        except FileNotFoundError:
             self.problems.append(f"no {name}")
-            return None
-
-    def _readable(self) -> bytes | None:
-        """The script as people read it; what another packer has packed is returned as it is."""
-        try:
-            return self.code and pack_code.readable_source(self.code)
-        except ValueError as error:
-            self.problems.append(f"train_gpt.py cannot be read: {error}")
-            return None
-
-    def _json(self, text: bytes | None) -> dict:
-        try:
-            found = json.loads(text or b"{}")
-        except ValueError as error:
-            self.problems.append(f"submission.json is not JSON: {error}")
-            return {}
-        if isinstance(found, dict):
-            return found
-        self.problems.append("submission.json is not a JSON object")
-        return {}
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{name} cannot be read: {error}")
 
     def _runs(self) -> list[Run]:
         texts = set(self.path.glob("*.txt")) - {self.path / "requirements.txt"}

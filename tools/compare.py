@@ -31,7 +31,6 @@ MARGIN = 0.005  # nats by which a record is better, by the challenge's rule
 RECORD_LEVEL = 0.01  # of its p, by the same rule
 LEVEL = 0.05  # of an experiment
 POWER = 0.8  # of the smallest gain that is seen
-MOST_SEEDS = 1000  # of a side, when more would be needed
 
 
 class Test(NamedTuple):
@@ -107,31 +106,6 @@ def detectable(test: Test, level: float = LEVEL) -> float:
     return float(quantile(1 - level, test.df) + quantile(POWER, test.df)) * test.error
 
 
-def seeds_needed(a: list[float], b: list[float]) -> int | None:
-    """Seeds of each side from which Welch's test would be significant, if means and deviations stay
-    as they are. None if none are enough or the deviations are not known."""
-    over = statistics.fmean(a) - statistics.fmean(b) - MARGIN
-    if welch(a, b) is None or over <= 0:
-        return None
-    survival = scipy_stats().t.sf
-    variances = [statistics.variance(side) for side in (a, b)]
-    for count in range(2, MOST_SEEDS + 1):
-        parts = [variance / count for variance in variances]
-        df = sum(parts) ** 2 / sum(part**2 / (count - 1) for part in parts)
-        if survival(over / math.sqrt(sum(parts)), df) < RECORD_LEVEL:
-            return count
-    return None
-
-
-def more_seeds(a: list[float], b: list[float]) -> str:
-    """How many more would be needed, as advice."""
-    count = seeds_needed(a, b)
-    if count is None or count <= min(len(a), len(b)):
-        return "Run more seeds"
-    missing = f"{max(0, count - len(a))} more of A and {max(0, count - len(b))} more of B"
-    return f"With these means and deviations {count} seeds of each would show it: {missing}"
-
-
 def verdict(a: list[Run], b: list[Run]) -> tuple[bool, str]:
     """(whether B would count, the reason)."""
     of_a, of_b, _ = losses(a, b)
@@ -147,7 +121,7 @@ def verdict(a: list[Run], b: list[Run]) -> tuple[bool, str]:
     if test.p >= RECORD_LEVEL:
         doubt = f"The gain of {gain:.4f} nats is large enough, but it may be chance"
         limits = f"p = {test.p:.4g}, a record needs p < {RECORD_LEVEL}"
-        return False, f"Not a record yet. {doubt} ({limits}). {more_seeds(of_a, of_b)}"
+        return False, f"Not a record yet. {doubt} ({limits}). Run more seeds"
     over = f"more than {MARGIN} at p = {test.p:.2g}"
     return True, f"A record: B is better by {gain:.4f} nats, {over}"
 

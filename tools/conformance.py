@@ -58,10 +58,6 @@ def float32(values) -> Tensor:
     return torch.from_numpy(np.asarray(values, dtype=np.float32))
 
 
-def gap(found: float, expected: float) -> float:
-    return abs(found - expected) / max(abs(expected), 1e-30)
-
-
 class Golden:
     """The numbers of one published script, and our script at its tiny model."""
 
@@ -135,10 +131,12 @@ def finding(
 ) -> Finding:
     """The difference is relative unless it is given. With a reason it is by design."""
     expected, found = float(expected), float(found)
-    difference = gap(found, expected) if difference is None else float(difference)
+    if difference is None:
+        difference = abs(found - expected) / max(abs(expected), 1e-30)
     within = difference <= limit  # False for nan
     verdict = EQUAL if within else BY_DESIGN if why else DIFFERS
-    return Finding(case, quantity, expected, found, difference, verdict, "" if within else why)
+    why = "" if within else why
+    return Finding(case, quantity, expected, found, float(difference), verdict, why)
 
 
 def check_forward(golden: Golden) -> Iterator[Finding]:

@@ -8,12 +8,11 @@ A checkpoint of train_gpt.py has its knobs. Its average, if it has one, is expor
 batches after its last step calibrate.
 
 final_model.pt is what #399, #549, #2135 and their relatives write before they round: torch.save of a
-state dict, or the same as a safetensors file. --as is a file of variables with what no tensor shows
-(docs/configurations.md has the list), but not how to export and score. Set DATA_PATH and
-TOKENIZER_PATH to its data. It is first scored without mask and tilt: compare that with "DIAGNOSTIC
-post_ema" in its script's log. The script's SmearGate and BigramHash look across the start of a
-document, ours do not, so both losses are given. If neither is yours, --as is not what the script
-computes. --their-bpb and --their-bytes put its export into the table.
+state dict. --as is a file of variables with what no tensor shows (docs/configurations.md has the
+list). Set DATA_PATH and TOKENIZER_PATH to its data. It is first scored without mask and tilt:
+compare that with "DIAGNOSTIC post_ema" in its script's log. The script's SmearGate and BigramHash
+look across the start of a document, ours do not, so both losses are given. If neither is yours,
+--as is not what the script computes.
 
 Nothing in a checkpoint is executed. Variables of the environment override its knobs. The weights are
 scored in rows of EVAL_SEQ_LEN tokens without overlap; a loss above that of guessing is an error.
@@ -34,7 +33,7 @@ import dataclasses
 import functools
 import math
 import os
-import pickletools
+import pickle
 import re
 import sys
 import time
@@ -110,9 +109,6 @@ CPU_BATCH = 16_384
 CPU_ROW = 2048
 FEW = 65_536  # tokens: a standard error of 0.01 nats, if a token deviates by 2.5 (estimated)
 BEFORE_ROUNDING = "give the final_model.pt that the script writes before it rounds"
-NESTED = ("model", "state_dict", "model_state_dict")  # of checkpoints with more than weights
-# What torch.save's pickle of a state dict names.
-PLAIN = r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch \w+Storage"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -129,46 +125,18 @@ class Adopted(NamedTuple):
 
 def read_file(path: str) -> dict:
     """The contents of a file, of which nothing is executed; tensors are views. Raises UserError."""
-    with open(path, "rb") as file:
-        head = file.read(9)
-    load_file = None
-    if head[8:] == b"{":  # a missing package is no fault of the file
-        from safetensors.torch import load_file
     advice = f"copy it again if it is truncated, else {BEFORE_ROUNDING}"
     with as_user_error(f"{path} cannot be used", advice, Exception):
-        if load_file:
-            return load_file(path)
-        require(head.startswith(b"PK"), "it is neither a zip file of torch.save nor safetensors")
-        require_plain(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def require_plain(path: str) -> None:
-    """Raise an error unless a zip file holds tensors of torch.save and nothing that could run or
-    unpack to more than the file. torch.load(weights_only=True) would call bytearray(10**12)."""
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-        names = [member.filename for member in members]
-        texts = [member for member in members if member.filename.endswith("/data.pkl")]
-        require(len(texts) == 1 and len(set(names)) == len(names), "it is not of torch.save")
-        stored = {member.compress_type for member in members} == {zipfile.ZIP_STORED}
-        require(stored and texts[0].file_size < 1 << 24, "its parts are compressed or too large")
-        damaged = archive.testzip()  # torch.load does not look at checksums
-        require(not damaged, f"its part {damaged} is damaged: copy it again")
-        text = archive.read(texts[0])
-    protocol = next((argument for code, argument, _ in pickletools.genops(text)), 0)
-    require(protocol in (2, 3), f"its pickle is of protocol {protocol}: torch.save it with 2")
-    objects = [
-        str(argument or code.name).replace(" ", ".")
-        for code, argument, _ in pickletools.genops(text)
-        if code.name in ("GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4")
-        and not re.fullmatch(PLAIN, str(argument))
-    ]
-    require(
-        not objects,
-        f"it holds more than tensors, {', '.join(objects[:3])}, which was not run: save the "
-        "state dict alone",
-    )
+        with zipfile.ZipFile(path) as archive:  # torch.load looks at neither
+            stored = {part.compress_type for part in archive.infolist()} == {zipfile.ZIP_STORED}
+            require(stored, "its parts are compressed")
+            damaged = archive.testzip()
+            require(not damaged, f"its part {damaged} is damaged: copy it again")
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            more = "it holds more than tensors, which was not run: save the state dict alone"
+            raise UserError(more) from error
 
 
 def is_rounded(value: object) -> bool:
@@ -178,17 +146,11 @@ def is_rounded(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype not in FLOATS
 
 
-def read_tensors(path: str) -> tuple[Tensors, list[str]]:
-    """(the tensors of a file by name, without prefixes of DDP and torch.compile; notes). Raises
-    UserError unless all are finite, and as large as the file says."""
-    notes, found = [], read_file(path)
+def read_tensors(path: str) -> Tensors:
+    """The tensors of a file by name, without prefixes of DDP and torch.compile. Raises UserError
+    unless all are finite, and as large as the file says."""
+    found = read_file(path)
     require(isinstance(found, dict), f"{path} holds no state dict, but {type(found).__name__}")
-    nested = [key for key in NESTED if isinstance(found.get(key), dict)]
-    if nested:
-        others = ", ".join(str(key) for key in found if key != nested[0])
-        require(len(nested) == 1, f"{path} holds {' and '.join(nested)}: save one of them alone")
-        notes.append(f"reading {nested[0]!r}; left out: {others or 'nothing'}")
-        found = found[nested[0]]
     tensors, room = {}, 2 * os.path.getsize(path)
     for full, tensor in found.items():
         require(
@@ -209,12 +171,12 @@ def read_tensors(path: str) -> tuple[Tensors, list[str]]:
         )
         require(tensor.isfinite().all(), f"{path}: {name} has values that are not finite")
         tensors[name] = tensor.detach()
-    return tensors, notes
+    return tensors
 
 
 def rename(path: str) -> Adopted:
     """The tensors of another script's file in our names. Raises UserError for a tensor that is not known."""
-    tensors, notes = read_tensors(path)
+    tensors = read_tensors(path)
     found, names, layers = {}, {}, collections.defaultdict(dict)
 
     def put(ours: str, theirs: str, tensor: Tensor) -> None:
@@ -259,7 +221,7 @@ def rename(path: str) -> Adopted:
             put(ours, named, joined.mT if ours == "lane_mix" else joined[0])
     found |= {name: tensors[name] for name in CAPS if name in tensors}
     facts = {"steps": 0, "train_seconds": 0.0, "weights": "adopted"}
-    return Adopted(found, names, notes, sizes(path, found), {}, facts)
+    return Adopted(found, names, [], sizes(path, found), {}, facts)
 
 
 def sizes(path: str, tensors: Tensors) -> dict[str, str]:
@@ -354,8 +316,7 @@ def configure(path: str, adopted: Adopted, as_file: str, environ: dict) -> Hyper
             here, there = train_gpt.parse(knob, environ), train_gpt.parse(knob, shown)
             require(here == there, f"{name}={here} is set, but {path} has {there}: unset it")
     merged = given | environ | shown | FINISHED
-    window = merged.get("EVAL_SEQ_LEN", str(Hyperparameters.eval_seq_len))
-    merged = {"EVAL_STRIDE": window} | merged
+    merged.setdefault("EVAL_STRIDE", merged.get("EVAL_SEQ_LEN", str(Hyperparameters.eval_seq_len)))
     try:
         hp = Hyperparameters.from_env(merged)
         train_gpt.meta_parameters(hp)  # refuses one that is too large
@@ -461,7 +422,7 @@ class Row(NamedTuple):
     """A row of the table."""
 
     label: str
-    nats: float | None = None  # per token
+    nats: float  # per token
     before: float | None = None  # the nats without rounding
     size: int | None = None  # bytes of the weights
     expected: float | None = None  # nats that rounding should cost
@@ -515,33 +476,33 @@ def export(
     run.model.load_state_dict(train_gpt.load_artifact(blob))
     losses = train_gpt.open_artifact(blob)[0]["expected_loss"]
     expected = sum(losses.values()) or None  # without calibration
-    rows, scored = [], set()
-    for name, way in train_gpt.final_passes(hp).items():
-        if way not in scored:
-            scored.add(way)
-            score = way.run(run.make_scorer, log, name)
-            score.log(log, f"final_int6_{name}_exact")
-            if name == "roundtrip":  # `nats` are of rows without overlap as well
-                rows.append(Row("rounded", score.val_loss, nats, len(blob), expected))
-            else:
-                label = f"rounded, {name}".replace("_", " ")
-                rows.append(Row(label, score.val_loss, size=len(blob)))
+    rows, done = [], set()
+    for name, scoring in train_gpt.final_passes(hp).items():
+        if scoring in done:
+            continue
+        done.add(scoring)
+        score = scoring.run(run.make_scorer, log, name)
+        score.log(log, f"final_int6_{name}_exact")
+        if name == "roundtrip":  # `nats` are of rows without overlap as well
+            rows.append(Row("rounded", score.val_loss, nats, len(blob), expected))
+        else:
+            label = f"rounded, {name}".replace("_", " ")
+            rows.append(Row(label, score.val_loss, size=len(blob)))
     return rows
 
 
 def table(rows: list[Row], weights: int, per_bpb: float) -> str:
     """The table of a model with so many weights and so many nats for a bit per byte."""
-    columns = {"nats": "8.5f", "bpb": "8.5f", "bytes, no code": "14,d", "bits/weight": "11.2f"}
-    columns |= {"expected": "9.5f", "found": "+9.5f", "in bpb": "+9.5f"}
-    widths = [int(re.search(r"\d+", form)[0]) for form in columns.values()]
-    lines = [" ".join([" " * 24, *map(str.rjust, columns, widths)])]
+    forms = {"nats": ".5f", "bpb": ".5f", "bytes, no code": ",d", "bits/weight": ".2f"}
+    forms |= {"expected": ".5f", "found": "+.5f", "in bpb": "+.5f"}
+    cells = [[" " * 24, *forms]]
     for label, nats, before, size, expected in rows:
-        found = nats and before and nats - before
-        bpb, bits = nats and nats / per_bpb, size and 8 * size / weights
-        values = (nats, bpb, size, bits, expected, found, found and found / per_bpb)
-        cells = [runs.cell(*pair, "") for pair in zip(values, columns.values(), strict=True)]
-        lines.append(f"{label:24} {' '.join(map(str.rjust, cells, widths))}".rstrip())
-    return "\n".join(lines)
+        found = before and nats - before
+        bits = size and 8 * size / weights
+        values = (nats, nats / per_bpb, size, bits, expected, found, found and found / per_bpb)
+        shown = [runs.cell(*pair, "") for pair in zip(values, forms.values(), strict=True)]
+        cells.append([label, *shown])
+    return runs.aligned(cells)
 
 
 def compare(
@@ -551,7 +512,7 @@ def compare(
     put(run, weights)
     run.clock.step = facts["steps"] - 1  # the batches after it calibrate
     rows, per_bpb = score_before(run, arguments.as_file)
-    ours, across, hp = rows[0].nats, rows[-1].nats, run.hp
+    ours, hp = rows[0].nats, run.hp
     if arguments.as_file and (hp.canonical_mask or hp.ngram_tilt):  # as the artifact is scored
         ours = scored(run, run.eval_forward, run.val, "mask or tilt", "mask_or_tilt_").val_loss
         rows.append(Row("before, mask or tilt", ours))
@@ -567,15 +528,9 @@ def compare(
     except UserError as error:
         raise UserError(f"--bytes {size}: {error}") from error
     finally:
-        rows += exported
-        theirs_bpb, size = arguments.their_bpb, arguments.their_bytes
-        if theirs_bpb or size:
-            rows.append(Row("theirs", theirs_bpb and theirs_bpb * per_bpb, across, size))
+        count = train_gpt.count_numbers(weights.values())
         run.log(f"artifacts: {', '.join(map(str, paths))}")
-        run.log(f"\n{table(rows, train_gpt.count_numbers(weights.values()), per_bpb)}")
-        if theirs_bpb and theirs_bpb * per_bpb < across:
-            why = "not of this text, or not of rows without overlap: sliding windows score lower"
-            run.log(f"note: theirs is below the weights before rounding, so it is {why}")
+        run.log(f"\n{table(rows + exported, count, per_bpb)}")
     score, size, code = exported[-1].nats / per_bpb, exported[-1].size, train_gpt.CODE_BYTES
     parts = f"{score:.4f} bits per byte, weights {size:,} and code {code:,} bytes"
     run.log.finish(parts, size + code)
@@ -590,7 +545,6 @@ def adopt(arguments: argparse.Namespace) -> None:
         len(arguments.bytes) == 1 or hp.rounding != "399",
         "ROUNDING=399 has one size: give one of --bytes, or set ROUNDING=sensitivity",
     )
-    train_gpt.require_data(hp, "val", "train")
     weights, shown = weights_of(path, adopted, hp), adopted.shown
     meant = [name for name in train_gpt.knobs_with("model") if name.upper() not in shown]
     values = [f"{name.upper()}={getattr(hp, name)}" for name in (*meant, "eval_seq_len")]
@@ -598,17 +552,15 @@ def adopt(arguments: argparse.Namespace) -> None:
     full = as_user_error("a GPU's memory is full", advice, torch.OutOfMemoryError)
     with train_gpt.Runtime.start(hp) as runtime, train_gpt.Log(hp, runtime.comm) as log, full:
         log.require_unused()
-        log.kept = ""
         paths = [log.artifact]
         if len(arguments.bytes) > 1:
             paths = [Path(f"{log.path}-{size}.npz") for size in arguments.bytes]
         if runtime.comm.rank == 0:
-            train_gpt.require_space(hp)
             there = [str(name) for name in paths if name.exists()]
             require(not there, f"{' '.join(there)} would be replaced: set another RUN_ID")
             for name in (*paths, train_gpt.ARTIFACT):
                 with train_gpt.writing(name):  # now, not after the work
-                    trial = Path(f"{name}.xxxxxxxx.partial")  # no name is longer
+                    trial = Path(f"{name}.partial")  # as `train_gpt.replacing`
                     trial.touch()
                     trial.unlink()
         log.header(runtime)
@@ -625,15 +577,13 @@ def main() -> None:
     parser = program.parser(__doc__)
     add, most = parser.add_argument, train_gpt.SUBMISSION_CAP - train_gpt.CODE_BYTES
     sizes = lambda text: [program.count(word) for word in text.split(",")]  # noqa: E731
-    add("checkpoint", help="checkpoints/RUN_ID/step_N.npz, or a file of torch.save or safetensors")
+    add("checkpoint", help="checkpoints/RUN_ID/step_N.npz, or a file of torch.save")
     text = "of another script: its knobs"
     add("--as", dest="as_file", default="", metavar="FILE", help=text)
     text = "of the validation text, from its start (default: all)"
     add("--tokens", type=program.count, help=text)
     text = f"of the weights; an export for each, from one calibration (default: {most})"
     add("--bytes", type=sizes, default=[most], metavar="A,B,C", help=text)
-    add("--their-bpb", type=program.positive, help="bits per byte after the other export")
-    add("--their-bytes", type=program.count, help="of its weights")
     arguments = parser.parse_args()
     ranks = launch.wanted_ranks(max(1, torch.cuda.device_count()))
     started = time.strftime("adopted-%Y%m%d-%H%M%S")

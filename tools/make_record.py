@@ -201,21 +201,14 @@ RESULT_COLUMNS |= {"train_time_s": ".1f", "eval_time_s": ".1f", "artifact_bytes"
 
 def results_table(facts: dict) -> str:
     """The results in Markdown, one line per seed, then mean and standard deviation."""
-
-    def line(title: str, row: dict[str, float | None]) -> str:
-        cells = [runs.cell(row.get(name), form, "") for name, form in RESULT_COLUMNS.items()]
-        return f"| {title} | " + " | ".join(cells) + " |"
-
-    rows = facts["seed_results"]
-    lines = ["| seed | " + " | ".join(f"`{name}`" for name in RESULT_COLUMNS) + " |"]
-    lines.append("|" + "---|" * (len(RESULT_COLUMNS) + 1))
-    lines += [line(seed, row) for seed, row in rows.items()]
-    if len(rows) > 1:
-        known = [name for name in RESULT_COLUMNS if all(name in row for row in rows.values())]
-        stats = {name: mean_std([row[name] for row in rows.values()]) for name in known}
-        lines.append(line("**mean**", {name: mean for name, (mean, _) in stats.items()}))
-        lines.append(line("**std**", {name: std for name, (_, std) in stats.items()}))
-    return "\n".join(lines)
+    results = facts["seed_results"]
+    columns = [
+        (name, form, lambda row, name=name: row.get(name)) for name, form in RESULT_COLUMNS.items()
+    ]
+    head = ["seed", *(f"`{name}`" for name in RESULT_COLUMNS)]
+    rows = runs.rows(list(results.values()), list(results), columns, unknown="")
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def readme(given: dict, members: list[Run], facts: dict, packed: bool) -> str:

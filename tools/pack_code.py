@@ -7,19 +7,14 @@
 The challenge counts the bytes of the script that runs. Run the packed file instead of train_gpt.py
 and submit it under that name; its size is the code size. Its logs begin with the readable source.
 
-Comments and docstrings are removed first, except the module's docstring; names, layout and line
-breaks stay. The syntax tree of the rest is compared with that of the script. --comments keeps
-everything, and the file is larger by a third.
+Comments and docstrings are removed first, except the module's docstring, and ast.unparse writes the
+rest, one statement a line.
 """
 
 import ast
 import bz2
 import functools
-import io
-import itertools
-import lzma
 import sys
-import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,89 +27,44 @@ from train_gpt import UserError, require
 # The compressed source is one large number. Its digits, to base 251, are the Latin-1 characters
 # that can stand in a string literal as they are. That costs 0.4 %, where escapes would cost 2 % and
 # base85 25 %.
-HEAD = "# coding: latin-1\nimport {module}\nn=0\nfor c in '"
+HEAD = b"# coding: latin-1\nimport bz2\nn=0\nfor c in '"
 TAIL = (
-    "':c=ord(c);n=n*251+c-1-(c>10)-(c>13)-(c>39)-(c>92)\n"
-    "SOURCE={module}.decompress(n.to_bytes(n.bit_length()+7>>3))\nexec(compile(SOURCE,__file__,'exec'))\n"
+    b"':c=ord(c);n=n*251+c-1-(c>10)-(c>13)-(c>39)-(c>92)\n"
+    b"SOURCE=bz2.decompress(n.to_bytes(n.bit_length()+7>>3))\nexec(compile(SOURCE,__file__,'exec'))\n"
 )
 DIGITS = bytes(sorted(set(range(256)) - set(b"\0\n\r'\\")))
-LZMA_FILTERS = [
-    {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}
-]
-COMPRESS = {
-    "bz2": lambda source: bz2.compress(source, 9),
-    "lzma": lambda source: lzma.compress(source, lzma.FORMAT_ALONE, filters=LZMA_FILTERS),
-}
-DECOMPRESSOR = {"bz2": bz2.BZ2Decompressor, "lzma": lzma.LZMADecompressor}
 # No script is larger. The limits keep a damaged or malicious file from filling the memory, and from
 # taking long: the time to convert the digits grows with the square of their number.
 MAX_SOURCE_BYTES = 1 << 24
 MAX_DIGITS = 1 << 17
 
 
-def docstrings(node: ast.AST) -> list[ast.stmt]:
-    """The strings with which the body of a class or function begins. The first is its docstring;
-    without it the next one would be."""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return []
+def program_of(source: bytes) -> ast.Module:
+    """Its syntax tree, without the docstrings of classes and functions."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            while ast.get_docstring(node) is not None:  # the next string would become one
+                node.body = node.body[1:] or [ast.Pass()]
+    return tree
 
-    def is_string(statement: ast.stmt) -> bool:
-        value = statement.value if isinstance(statement, ast.Expr) else None
-        return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
-    return list(itertools.takewhile(is_string, node.body))
+@functools.cache
+def dump_of(source: bytes) -> str:
+    """The same as text, by which programs are compared."""
+    return ast.dump(program_of(source))
 
 
 @functools.cache
 def without_comments(source: bytes) -> bytes:
-    """The program without comments and without the docstrings of classes and functions. Everything
-    else stays as it is written; of the blank lines in a row, one stays. Raises UserError if the
-    result is not the same program."""
+    """The program of this source. Raises UserError if it cannot be written."""
     try:
-        tree = ast.parse(source)
-        result = cut(source.decode(), tree).encode()
-        bare = ast.parse(result)
-    except (SyntaxError, ValueError, tokenize.TokenError) as error:
-        raise UserError(
-            f"comments cannot be removed ({error}): correct the script or pack with --comments"
-        ) from error
-    for node in ast.walk(tree):
-        if found := docstrings(node):
-            node.body = node.body[len(found) :] or [ast.Pass()]
-    same = ast.dump(tree) == ast.dump(bare)
-    require(same, "without its comments the script would be another program: pack with --comments")
+        result = f"{ast.unparse(program_of(source))}\n".encode()
+        same = dump_of(result) == dump_of(source)
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"comments cannot be removed ({error}): correct the script") from error
+    require(same, "without its comments the script would be another program: report this")
     return result
-
-
-def cut(text: str, tree: ast.Module) -> str:
-    """`text`, the source of `tree`, without comments and docstrings."""
-    lines: list[str | None] = text.split("\n")  # None: removed
-    cuts = []  # (line, column, last line, column behind, what takes its place)
-    for node in ast.walk(tree):
-        found = docstrings(node)
-        for doc in found:
-            # The columns of a syntax tree count UTF-8 bytes.
-            first, last = doc.lineno - 1, doc.end_lineno - 1
-            column = len(lines[first].encode()[: doc.col_offset].decode())
-            behind = len(lines[last].encode()[: doc.end_col_offset].decode())
-            instead = "pass" if found == node.body and doc is found[0] else ""
-            cuts.append((first, column, last, behind, instead))
-    in_string = set()  # lines that begin inside a string: blank ones belong to it
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        (first, column), (last, behind) = token.start, token.end
-        in_string.update(range(first, last))
-        if token.type == tokenize.COMMENT:
-            cuts.append((first - 1, column, last - 1, behind, ""))
-    # So the columns of earlier cuts stay valid
-    for first, column, last, behind, instead in sorted(cuts, reverse=True):
-        line = lines[first][:column] + instead + lines[last][behind:]
-        lines[first : last + 1] = [line.rstrip() or None] + [None] * (last - first)
-    kept = []
-    for number, line in enumerate(lines):
-        after_text = number in in_string or (kept and kept[-1].strip())
-        if line is not None and (line.strip() or after_text):
-            kept.append(line)
-    return "\n".join(kept)
 
 
 def literal(blob: bytes) -> bytes:
@@ -138,45 +88,40 @@ def from_literal(digits: bytes) -> bytes:
 
 
 def pack(source: bytes) -> bytes:
-    """A program that sets `SOURCE` to `source` and executes it, in the smaller of both forms."""
-    packed = []
-    for module, compress in COMPRESS.items():
-        head, tail = (part.format(module=module).encode() for part in (HEAD, TAIL))
-        packed.append(head + literal(compress(source)) + tail)
-    return min(packed, key=len)
+    """A program that sets `SOURCE` to `source` and executes it. bz2 takes 4 % less than LZMA."""
+    return HEAD + literal(bz2.compress(source)) + TAIL
 
 
 def readable_source(blob: bytes) -> bytes:
     """The readable source of a script, packed or not. Raises ValueError if it is damaged."""
-    for module, decompressor in DECOMPRESSOR.items():
-        head, tail = (part.format(module=module).encode() for part in (HEAD, TAIL))
-        if not blob.startswith(head):
-            continue
-        if not blob.endswith(tail):
-            raise ValueError("the packed script is incomplete")
-        try:
-            stream = decompressor()
-            source = stream.decompress(from_literal(blob[len(head) : -len(tail)]), MAX_SOURCE_BYTES)
-        except (ValueError, OSError, EOFError, lzma.LZMAError) as error:
-            raise ValueError(f"the packed script cannot be decompressed ({error})") from error
-        if not stream.eof:
-            larger = f"its source exceeds {MAX_SOURCE_BYTES} bytes"
-            raise ValueError(f"the packed script is incomplete, or {larger}")
-        return source
-    return blob
+    if not blob.startswith(HEAD):
+        return blob
+    if not blob.endswith(TAIL):
+        raise ValueError("the packed script is incomplete")
+    stream = bz2.BZ2Decompressor()
+    try:
+        source = stream.decompress(from_literal(blob[len(HEAD) : -len(TAIL)]), MAX_SOURCE_BYTES)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"the packed script cannot be decompressed ({error})") from error
+    if not stream.eof:
+        larger = f"its source exceeds {MAX_SOURCE_BYTES} bytes"
+        raise ValueError(f"the packed script is incomplete, or {larger}")
+    return source
 
 
 def is_current(source: bytes | None) -> bool:
-    """Whether `source` is of this repository's train_gpt.py, as it is or packed."""
+    """Whether `source` is of the program of train_gpt.py, whatever its comments."""
     current = readable_source((ROOT / "train_gpt.py").read_bytes())
-    return source == current or source == without_comments(current)
+    try:  # not the bytes: another version of Python writes the same program otherwise
+        return source is not None and dump_of(source) == dump_of(current)
+    except (SyntaxError, ValueError):
+        return False
 
 
 def main() -> None:
     parser = program.parser(__doc__)
     add, usual = parser.add_argument, "train_gpt.packed.py"
     add("script", nargs="?", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py")
-    add("--comments", action="store_true", help="keep comments and docstrings")
     add("-o", "--output", type=program.output_file, default=usual, help=f"default: {usual}")
     text = "fail if it is not today's train_gpt.py; write nothing"
     add("--check", action="store_true", help=text)
@@ -187,7 +132,7 @@ def main() -> None:
         if arguments.check:
             again = "run `python tools/pack_code.py -o packed.py`"
             return require(is_current(source), f"it is not today's train_gpt.py: {again}")
-        packed = pack(source if arguments.comments else without_comments(source))
+        packed = pack(without_comments(source))
     except OSError as error:
         raise UserError(f"cannot read {arguments.script}: {error.strerror}") from error
     except ValueError as error:

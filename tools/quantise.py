@@ -53,6 +53,7 @@ PARTED = "a copy of a model parts parameters that were tied by .data: tie them a
 SEGMENT = 32
 GROUP = 1 << 24  # weights that are rounded together, at most, unless one matrix has more
 ARRAYS = ("header", "codes", "values", "exact")
+FLOATS = ("F64", "F32", "F16", "BF16")  # types of weights in a safetensors file
 Names = tuple[str, ...]
 
 
@@ -425,10 +426,7 @@ def observed(model: nn.Module, parameters: Iterable[nn.Parameter], uses: Uses) -
     """Until the block ends: evaluation mode, no compiled code, gradients of these parameters, and
     their uses in `uses`. Functions are replaced, as not every user of a weight calls its module: a
     head that is the embedding, nn.MultiheadAttention."""
-    modules = list(model.modules())
-    training = [module.training for module in modules]
-    wanted = {parameter: parameter.requires_grad for parameter in parameters}
-    functions = {"linear": (F.linear, uses.product), "embedding": (F.embedding, uses.lookup)}
+    wanted = set(parameters)
 
     def watched(function, observe):
         def call(input, weight, *rest, **options):
@@ -442,28 +440,22 @@ def observed(model: nn.Module, parameters: Iterable[nn.Parameter], uses: Uses) -
     def after_conv1d(module, arguments, keywords, output):
         uses.product((*arguments, *keywords.values())[0], module.weight, output)
 
-    handles = [
-        module.register_forward_hook(after_conv1d, with_kwargs=True)
-        for module in modules
-        if is_conv1d(module) and module.weight in wanted
-    ]
-    try:
+    with contextlib.ExitStack() as restored:
+        for module in model.modules():
+            restored.callback(setattr, module, "training", module.training)
+            if is_conv1d(module) and module.weight in wanted:
+                hook = module.register_forward_hook(after_conv1d, with_kwargs=True)
+                restored.callback(hook.remove)
         model.eval()
         for parameter in wanted:
+            restored.callback(parameter.requires_grad_, parameter.requires_grad)
             parameter.requires_grad_(True)
-        for name, pair in functions.items():
-            setattr(F, name, watched(*pair))
+        for name, observe in {"linear": uses.product, "embedding": uses.lookup}.items():
+            function = getattr(F, name)
+            restored.callback(setattr, F, name, function)
+            setattr(F, name, watched(function, observe))
         with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             yield
-    finally:
-        for name, (function, _) in functions.items():
-            setattr(F, name, function)
-        for handle in handles:
-            handle.remove()
-        for parameter, before in wanted.items():
-            parameter.requires_grad_(before)
-        for module, before in zip(modules, training, strict=True):
-            module.training = before
 
 
 def check_loss(nats: object) -> None:
@@ -616,7 +608,7 @@ def pack(
         codes, steps, costs = quantiser.round(loss)
         rotated.append(isinstance(quantiser, RotatedQuantiser))
         del quantiser  # its memory is free when the codes are coded
-        streams.append(train_gpt.encode_codes(codes.cpu().numpy()))
+        streams.append(train_gpt.encode_ans(codes.cpu().numpy()))
         words.append(steps.bfloat16())
         predicted |= dict(zip(group, (costs / count).tolist(), strict=True))
     plain = {name: tensor for name, tensor in tensors.items() if name not in predicted}
@@ -650,7 +642,10 @@ def load(model: nn.Module, path: str | Path) -> None:
     tensors = tensors_of(model)
     shapes = {name: list(one.shape) for name, one in tensors.items()}
     with train_gpt.as_user_error(sentence, advice, Exception):
-        header, arrays = open_file(path, (1 << 20) + 8 * train_gpt.count_numbers(tensors.values()))
+        size = os.path.getsize(path)
+        most = (1 << 20) + 8 * train_gpt.count_numbers(tensors.values())
+        require(size <= most, f"it has {size} bytes, too many for this model")
+        header, arrays = parse(Path(path).read_bytes())
         stored = dict(header["shapes"])
     for name in shapes | stored:
         there, here = stored.get(name, "missing"), shapes.get(name, "missing")
@@ -664,13 +659,6 @@ def load(model: nn.Module, path: str | Path) -> None:
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(found[name])
-
-
-def open_file(path: str | Path, most: int) -> tuple[dict, dict[str, bytes]]:
-    """(header, arrays) of a file of at most so many bytes. Raises an error if it is invalid."""
-    size = os.path.getsize(path)
-    require(size <= most, f"it has {size} bytes, too many for this model")
-    return parse(Path(path).read_bytes())
 
 
 def parse(blob: bytes) -> tuple[dict, dict[str, bytes]]:
@@ -773,6 +761,7 @@ def bar(items: Iterable, name: str) -> Iterable:
 
 def read_model(folder: str) -> tuple[nn.Module, Callable]:
     """(model, tokenizer) of a folder of transformers."""
+    from safetensors import safe_open
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     advice = "give a folder that save_pretrained has written, of a model that transformers knows"
@@ -790,13 +779,12 @@ def read_model(folder: str) -> tuple[nn.Module, Callable]:
         report |= {"use_safetensors": True}
         model, found = AutoModelForCausalLM.from_pretrained(folder, **options, **report)
         other = [f"{name} {there} not {here}" for name, there, here in found["mismatched_keys"]]
-        kinds = {
-            f"{path.name} {name}": kind
-            for path in Path(folder).glob("*.safetensors")
-            for name, kind in stored_types(path).items()
-            if name.endswith("weight")
-        }
-        codes = [name for name, kind in kinds.items() if kind not in ("F64", "F32", "F16", "BF16")]
+        codes = []
+        for path in Path(folder).glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    if name.endswith("weight") and file.get_slice(name).get_dtype() not in FLOATS:
+                        codes.append(f"{path.name} {name}")
         missing, unused, hint = found["missing_keys"], found["unexpected_keys"], ""
         tied = set(model._tied_weights_keys or ())
         if unused and all(re.match(r"module\.|_orig_mod\.", name) for name in unused):
@@ -819,14 +807,6 @@ def read_model(folder: str) -> tuple[nn.Module, Callable]:
         place = f"the model of {folder}/config.json has no place for {listed(unused)}"
         print(f"note: {place}: is it all of your model?", file=sys.stderr)
     return model.eval(), tokenizer
-
-
-def stored_types(path: Path) -> dict[str, str]:
-    """The types of the tensors in a safetensors file, by name."""
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
 
 
 def listed(names: Collection[str]) -> str:

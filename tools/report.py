@@ -8,8 +8,7 @@ its loss curve; or write an HTML page about runs.
 The log names the data. All of its validation text is decoded and compressed.
 
 The page is one file that needs no network. It groups runs that differ only in their seeds and
-compares each group with that of the first log. A log's .jsonl and .npz are used if they lie
-beside it.
+compares each group with that of the first log. A log's .jsonl is used if it lies beside it.
 """
 
 import argparse

@@ -11,7 +11,6 @@ output, the speed to standard error.
 """
 
 import argparse
-import collections
 import math
 import os
 import sys
@@ -31,71 +30,30 @@ from train_gpt import BOS, UserError
 import torch
 from torch import Tensor
 
-# The embedding of a token depends on itself and the two tokens before it (SmearGate, BigramHash)
-OVERLAP = 2
-
 
 class Reader:
-    """A model, a text, and the keys and values of the tokens that the model has read.
-
-    A token is read once, together with the two before it, whose embeddings it needs. The model sees
-    at most EVAL_SEQ_LEN tokens. When the text is longer, the model reads the last half of them
-    again, as a text of its own."""
+    """A model and a text, of which it sees the last EVAL_SEQ_LEN tokens."""
 
     def __init__(self, hp: train_gpt.Hyperparameters, weights: dict[str, Tensor]):
-        device = train_gpt.choose_device(hp.device)
-        dtype = train_gpt.choose_dtype(hp.compute_dtype, device)
-        self.model = train_gpt.GPT(hp, self.attend, dtype)
+        self.device = train_gpt.choose_device(hp.device)
+        dtype = train_gpt.choose_dtype(hp.compute_dtype, self.device)
+        self.model = train_gpt.GPT(hp, train_gpt.load_attention("sdpa"), dtype)
         self.model.load_state_dict(weights)
-        self.model = self.model.to(device)
+        self.model = self.model.to(self.device)
         matrices = self.model.matrices()
         # The weights stay, so they are cast once and not per token
         self.model.matrices = lambda qat: matrices
-        self.window, self.layers = hp.eval_seq_len, collections.deque(hp.layer_order())
-        self.empty = torch.zeros(1, 0, hp.num_kv_heads, hp.head_dim, device=device, dtype=dtype)
         self.restart()
 
     def restart(self) -> None:
         """Begin another text."""
         self.ids = [BOS]
-        self.move(0)
-
-    def move(self, start: int) -> None:
-        """Let the model see the text from this token on. Nothing of it is read."""
-        self.start = start
-        self.kept = collections.deque([(self.empty, self.empty)] * len(self.layers))
 
     @torch.no_grad()
     def logits(self) -> Tensor:
-        """Read the unread tokens. Returns the logits (V,) of the next one."""
-        if len(self.ids) - self.start > self.window:
-            self.move(len(self.ids) - self.window // 2)
-        seen = torch.tensor([self.ids[self.start :]], device=self.empty.device)
-        self.documents = (seen == BOS).cumsum(dim=1)
-        first = max(0, self.kept[0][0].size(1) - OVERLAP)
-        return self.model(seen[:, first:])[0, -1].cpu()
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, band: int, document: Tensor | None, longest: int
-    ) -> Tensor:
-        """Attention of the last tokens to all, in place of a kernel. A forward calls it once per
-        call of a layer, in order. `band` is that of a sequence of the last tokens alone."""
-        length = self.documents.size(1)
-        band = self.model.hp.reach(self.layers[0], length)
-        self.layers.rotate(-1)
-        old = self.kept.popleft()
-        # Positions of a forward begin at 0. A second rotation moves them to their place, as
-        # rotations add up.
-        turn = [table[length - q.size(1)] for table in (self.model.cos, self.model.sin)]
-        q, k = (train_gpt.rotate(x.float(), *turn).to(x.dtype) for x in (q, k))
-        new = length - old[0].size(1)
-        k, v = (
-            torch.cat((before, x[:, -new:]), dim=1) for before, x in zip(old, (k, v), strict=True)
-        )
-        self.kept.append((k, v))
-        return train_gpt.reference_attention(
-            q, k, v, band, None if document is None else self.documents
-        )
+        """Those of the next token, (V,)."""
+        seen = torch.tensor([self.ids[-self.model.hp.eval_seq_len :]], device=self.device)
+        return self.model(seen)[0, -1].cpu()
 
     def continued(
         self, tokens: int, temperature: float, generator: torch.Generator

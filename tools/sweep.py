@@ -19,7 +19,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
@@ -48,8 +47,9 @@ def combinations(grid: str) -> list[dict[str, str]]:
     return [dict(chosen) for chosen in itertools.product(*axes)]
 
 
-def members(environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """The values of the grid, RUN_ID and SEED of each run. Raises UserError for SEEDS or GRID."""
+def plan(environ: dict[str, str]) -> list[dict[str, str]]:
+    """The variables of each run: of the grid, SEED, RUN_ID and RESUME. Raises UserError for SEEDS or
+    GRID, or if one of the runs could not start."""
     seeds = environ.get("SEEDS", "").split() or [environ.get("SEED", "1337")]
     twice = f"SEEDS={environ.get('SEEDS')!r} names a seed twice"
     require(len(set(seeds)) == len(seeds), f"{twice}; a repeated run is not another sample")
@@ -61,16 +61,10 @@ def members(environ: Mapping[str, str]) -> list[dict[str, str]]:
         parts = (f"{knob}={value}" for knob, value in values.items())
         # Tools take a comma as the end of a log's name.
         run_id = "_".join([prefix, *parts, f"seed{seed}"]).replace("/", "-").replace(",", "+")
-        planned.append({**values, "SEED": seed, "RUN_ID": run_id})
-    return planned
-
-
-def plan(environ: dict[str, str]) -> list[dict[str, str]]:
-    """The variables of each run. Raises UserError if one of the runs could not start."""
-    planned = members(environ)
-    for variables in planned:
-        variables["RESUME"] = "auto"  # a run without checkpoints begins
+        # With RESUME a run without checkpoints begins.
+        variables = {**values, "SEED": seed, "RUN_ID": run_id, "RESUME": "auto"}
         Hyperparameters.from_env({**environ, **variables})
+        planned.append(variables)
     return planned
 
 

@@ -27,7 +27,6 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, library
-from torch._dynamo.utils import counters
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -103,13 +102,10 @@ def footprint(accesses: list, total: int) -> int:
 def kernel_bytes(kernel: TritonKernel) -> int:
     """Bytes that a kernel reads and writes, for Inductor's own estimate of the same name."""
     in_place = len({id(buffer) for buffer in kernel.args.inplace_buffers.values()})
-    _, arguments, _, _ = kernel.args.python_argdefs()
-    accesses = kernel.features.buf_accesses()
-    count = 0
-    for i, name in enumerate(arguments):
+    accesses, count = kernel.features.buf_accesses(), 0
+    for i, name in enumerate(kernel.args.python_argdefs()[1]):
         if name in accesses:
-            total = int(V.graph.get_numel(name))  # all shapes are static
-            touched = footprint(accesses[name], total)
+            touched = footprint(accesses[name], int(V.graph.get_numel(name)))  # shapes are static
             count += touched * V.graph.get_dtype(name).itemsize * (2 if i < in_place else 1)
     return count
 
@@ -130,20 +126,17 @@ def watch_kernels() -> list[dict]:
     torch._inductor.config.benchmark_kernel = True  # store the estimate with the kernel
     torch._inductor.config.use_static_cuda_launcher = False
     found: dict[tuple, int] = {}
-    kernels = []
-    run = CachingAutotuner.run
+    kernels, run = [], CachingAutotuner.run
 
     def noted(self, *arguments, **options):
+        name, flops, sizes = self.fn.__name__, 0, str(self.size_hints)
         bytes_moved = 1e9 * (self.inductor_meta.get("kernel_num_gb") or 0)
-        flops, sizes = 0, str(self.size_hints)
-        if self.fn.__name__ == "fused_mlp":
+        if name == "fused_mlp":
             bytes_moved, flops, sizes = product_cost(arguments)
-        key = (self.fn.__name__, self.filename, sizes)
-        if key not in found:
-            found[key] = len(kernels)
-            facts = {"name": self.fn.__name__, "bytes": bytes_moved, "flops": flops}
-            kernels.append(facts | {"sizes": sizes})
-        note("kernel", found[key])
+        place = found.setdefault((name, self.filename, sizes), len(kernels))
+        if place == len(kernels):
+            kernels.append({"name": name, "bytes": bytes_moved, "flops": flops, "sizes": sizes})
+        note("kernel", place)
         return run(self, *arguments, **options)
 
     CachingAutotuner.run = noted
@@ -219,14 +212,14 @@ def provide_flash_attention(seen: dict[tuple[int, int], int]) -> None:
     nothing here. Like the real one it takes views of contiguous rows."""
     module = types.ModuleType("flash_attn_interface")
 
-    def flash_attn_func(q, k, v, causal, window_size=(-1, -1), deterministic=False):
+    def flash_attn_func(q, k, v, causal, window_size=(-1, -1), **_):  # older ones: deterministic
         time, window = k.size(1), window_size[0] + 1
         full = min(time, window or time)  # as `mean_keys`, which Dynamo cannot trace
         keys = (full * (full + 1) // 2 + (time - full) * window) // time
         return attention(*map(dense_rows, (q, k, v)), keys)[0]
 
     def flash_attn_varlen_func(
-        q, k, v, _, bounds, longest_q, longest, causal, window_size=(-1, -1), deterministic=False
+        q, k, v, _, bounds, longest_q, longest, causal, window_size=(-1, -1), **more
     ):
         rows = (dense_rows(t)[None] for t in (q, k, v))
         return attention(*rows, seen[longest, window_size[0] + 1])[0][0]
@@ -238,6 +231,25 @@ def provide_flash_attention(seen: dict[tuple[int, int], int]) -> None:
 # ---- Eager work: bytes and FLOPs by operator -----------------------------------------------------
 class CountOperators(TorchDispatchMode):
     """Notes bytes and FLOPs of every operator that is not a view."""
+
+    left = False
+
+    def without(self, function: Callable, part: str, after: str) -> Callable:
+        """The function as a part of its own, outside the mode, in which Dynamo compiles nothing."""
+
+        def call(*arguments, **named):
+            if self.left:  # AOTAutograd calls torch.autograd.grad, too
+                return function(*arguments, **named)
+            self.left = True
+            self.__exit__(None, None, None)
+            note("part", part)
+            found = function(*arguments, **named)
+            note("part", after)
+            self.__enter__()
+            self.left = False
+            return found
+
+        return call
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         out = function(*arguments, **(options or {}))
@@ -368,32 +380,15 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
     model = build_model(script, hp, runtime)
     forward = script.compile_blocks(model, runtime.compiled)
     val = Data(hp, runtime, 2 * hp.ttt_chunk_tokens)
-    gradients = script.sgd_gradients
-    counting = CountOperators()
-    inside = []
-
-    def compiled(function):
-        """The function as a part of its own, outside the mode, in which Dynamo compiles nothing."""
-
-        def call(*arguments, **named):
-            if inside:  # AOTAutograd calls torch.autograd.grad, too
-                return function(*arguments, **named)
-            inside.append(function)
-            counting.__exit__(None, None, None)
-            note("part", "passes")
-            found = function(*arguments, **named)
-            note("part", "gradients")
-            counting.__enter__()
-            inside.clear()
-            return found
-
-        return call
+    gradients, counting = script.sgd_gradients, CountOperators()
+    passes = counting.without(forward, "passes", "gradients")
+    passes.parameters = forward.parameters
 
     def counted(*arguments):
         scorer = arguments[-2]
-        scorer.forward = compiled(forward)
-        scorer.forward.parameters = forward.parameters
-        with mock.patch.object(torch.autograd, "grad", compiled(torch.autograd.grad)), counting:
+        scorer.forward = passes
+        grad = counting.without(torch.autograd.grad, "passes", "gradients")
+        with mock.patch.object(torch.autograd, "grad", grad), counting:
             note("part", "gradients")
             found = gradients(*arguments)
         scorer.forward = forward
@@ -498,23 +493,10 @@ def updates(script, hp, runtime, options: dict) -> Callable[[], None]:
 
     whole.muon_update = marked
     counting = CountOperators()
-
-    def outside(function: Callable, part: str) -> Callable:
-        """The compiled function as a part of its own, as Dynamo compiles nothing within a mode."""
-
-        def call(x: Tensor) -> Tensor:
-            counting.__exit__(None, None, None)
-            note("part", f"{part}: Newton-Schulz")
-            out = function(x)
-            note("part", part)
-            counting.__enter__()
-            return out
-
-        return call
-
     for name, way in ways.items():
         if isinstance(way, optimizer.Separate):
-            way.newton_schulz = outside(way.newton_schulz, name)
+            part = f"{name}: Newton-Schulz"
+            way.newton_schulz = counting.without(way.newton_schulz, part, name)
 
     @torch.no_grad()
     def work():
@@ -561,7 +543,6 @@ def main() -> None:
     provide_flash_attention(seen)
     dist.init_process_group("fake", rank=0, world_size=options["ranks"], store=FakeStore())
     device = torch.device("cuda", 0)
-    script.choose_deterministic(hp.deterministic)
     runtime = script.Runtime(
         comm=script.Comm(0, options["ranks"]),
         device=device,
@@ -584,7 +565,6 @@ def main() -> None:
     facts = {
         "torch": torch.__version__,
         "peak_mib": torch.cuda.max_memory_allocated() >> 20,
-        "graph_breaks": sum(counters["graph_break"].values()),
         **options.get("windows", {}),
         "ttt_chunk": hp.ttt_chunk_tokens,
         "repeats": options.get("repeats"),

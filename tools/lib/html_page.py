@@ -4,15 +4,12 @@
 escapes every string.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import html
 import itertools
-import math
 import re
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,17 +25,6 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-HEADINGS = {  # of runs.COLUMNS, the score first
-    "score": "score, bpb",
-    "before": "before export, bpb",
-    "after": "after export, bpb",
-    "bytes": "submission, bytes",
-    "steps": "steps",
-    "ms/step": "ms per step",
-    "train s": "training and calibration, s",
-    "eval s": "final evaluation, s",
-}
-COLUMNS = sorted(runs.COLUMNS, key=lambda column: list(HEADINGS).index(column[0]))
 PANELS = (  # title, unit, format, field of a point
     ("Training loss", "nats per token", ".4f", "train_loss"),
     ("Validation score", "bits per byte", ".4f", "val_bpb"),
@@ -77,8 +63,7 @@ class Table(NamedTuple):
 # ---- Logs ----------------------------------------------------------------------------------------
 def read_groups(texts: list[str]) -> tuple[list[Group], list[str]]:
     """(the groups of all logs, notes on logs that are left out). Evaluations of artifacts are, beside
-    trainings. A .jsonl stands for the text log
-    beside it. Raises UserError if no log has a step."""
+    trainings. A .jsonl stands for the text log beside it. Raises UserError if no log has a step."""
     members, note = runs.read_logs([re.sub(r"\.jsonl$", ".txt", text) for text in texts])
     notes = [f"{note}."] if note else []
     trained = [run for run in members if not run.settings.get("EVAL_ONLY")]
@@ -161,23 +146,16 @@ def headline(groups: list[Group], table: Table) -> str:
     return f"{text}, {gain}. {end}.{unequal and f' But {unequal}.'}"
 
 
-def run_table(groups: list[Group]) -> Table:
-    """Each run, then the mean and standard deviation of its group."""
-    rows = []
-    for group in groups:
-        names = [run.path.stem for run in group.members]
-        rows += runs.rows(group.members, names, COLUMNS, unknown="–")
-    return Table(["run", *HEADINGS.values()], rows)
-
-
 # ---- Figures -------------------------------------------------------------------------------------
 def read_curve(run: Run | record_curves.Track, field: str, x: str) -> plot.Curve:
-    """A field of a run, or its tokens per second between two logged steps, against `x`."""
+    """A field of a run, or its tokens per second between two logged steps, against `x`; losses and
+    scores as `plot.late` leaves them."""
     if field == "speed":
         tokens = run.settings.get("TRAIN_BATCH_TOKENS", "")
         at, ms = plot.step_times(run.train if tokens.isdigit() else [], x)
         return at[ms > 0], 1000 * int(tokens or 0) / ms[ms > 0]
-    return plot.curve(run.val if field == "val_bpb" else run.train, x, field)
+    points = plot.curve(run.val if field == "val_bpb" else run.train, x, field)
+    return points if field == "lr_scale" else plot.late(points)
 
 
 def lines_of(curves: list[plot.Curve], style: dict, form: str) -> list[go.Scatter]:
@@ -207,19 +185,6 @@ def lines_of(curves: list[plot.Curve], style: dict, form: str) -> list[go.Scatte
         showlegend=False,
     )
     return [band, line] if len(curves) > 1 else [line]
-
-
-def late_range(traces: list[go.Scatter], field: str) -> list[float] | None:
-    """The range of y without the first 5 % of x, where the loss falls from that of a random model;
-    of a speed from 0. None, for the whole range, if less than two points are left."""
-    start = 0.05 * max(max(trace.x) for trace in traces)
-    points = [point for trace in traces for point in zip(trace.x, trace.y, strict=True)]
-    kept = [y for x, y in points if x >= start and math.isfinite(y)]
-    if len(kept) < 2 or field == "lr_scale":
-        return None
-    low, high = 0.0 if field == "speed" else min(kept), max(kept)
-    room = 0.05 * (high - low)
-    return [low and low - room, high + room]
 
 
 def styles(groups: list[Group]) -> list[tuple[dict, list[Run]]]:
@@ -260,25 +225,25 @@ def curves(groups: list[Group], record: str | None) -> go.Figure | None:
                     named.add(trace.legendgroup)
                 figure.add_trace(trace, row, column)
             figure.update_xaxes(title=label, rangemode="tozero", row=row, col=column)
-            bounds = late_range(found[x], field) if found[x] else None
-            figure.update_yaxes(title=title, range=bounds, row=row, col=column)
+            mode = "tozero" if field == "speed" else "normal"
+            figure.update_yaxes(title=title, rangemode=mode, row=row, col=column)
     legend = {"orientation": "h", "yanchor": "bottom", "y": 1.02}
     return figure.update_layout(
         height=320 * len(panels), hovermode="x unified", template="plotly_white", legend=legend
     )
 
 
-def bars(groups: list[Group], parts_of: Callable, form: str) -> go.Figure | None:
-    """A bar for each part and group, with its share of the group's total; None without parts."""
+def bars(groups: list[Group]) -> go.Figure | None:
+    """Seconds by part and group, each with its share of the group's total; None without parts."""
     figure, height = go.Figure(), 0
     for style, members in styles(groups):
-        parts = average([parts_of(run) for run in members])
+        parts = average([seconds_of(run) for run in members])
         height += 20 * len(parts)
         figure.add_bar(
             x=list(parts.values()),
             y=list(parts),
             orientation="h",
-            text=[f"{v:{form}} · {100 * v / sum(parts.values()):.1f} %" for v in parts.values()],
+            text=[f"{v:,.1f} · {100 * v / sum(parts.values()):.1f} %" for v in parts.values()],
             textposition="outside",
             cliponaxis=False,
             name=style["name"],
@@ -296,31 +261,6 @@ def average(found: list[dict[str, float]]) -> dict[str, float]:
     most = max(found, key=len)
     kept = [parts for parts in found if parts.keys() == most.keys()]
     return {name: statistics.fmean(parts[name] for parts in kept) for name in most}
-
-
-def bytes_of(run: Run) -> dict[str, float]:
-    """The bytes of the submission by part; by tensor if the artifact lies beside the log."""
-    if None in (run.model_bytes, run.code_bytes):
-        return {}
-    code = {"code": run.code_bytes}
-    path = run.path.with_name(run.path.stem + "".join(train_gpt.ARTIFACT.suffixes))
-    with contextlib.suppress(OSError, train_gpt.UserError):
-        if path.stat().st_size == run.model_bytes:
-            shares = byte_shares(str(path)) | code
-            return dict(sorted(shares.items(), key=lambda part: -part[1]))
-    return {"weights": run.model_bytes} | code
-
-
-def byte_shares(path: str) -> dict[str, int]:
-    """Bytes of each part of an artifact; they add up to the file. Raises UserError."""
-    # Whichever tokenizer is installed
-    blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})
-    with train_gpt.reading_artifact(path):
-        _, _, streams, values = train_gpt.open_artifact(blob)
-    shares = {name: len(stream) for name, stream in streams.items()}
-    shares["steps, plain values"] = len(values)
-    shares["header, container"] = len(blob) - sum(shares.values())
-    return shares
 
 
 def seconds_of(run: Run) -> dict[str, float]:
@@ -373,12 +313,8 @@ def knobs(groups: list[Group]) -> tuple[Table, Table]:
         # A script without a knob counts as one with its default
         if len({found.get(name, start[1]) for found in settings}) > 1:
             differing.append([*start, *values, end])
-        elif name in settings[0]:
-            value = values[0]
-            with contextlib.suppress(train_gpt.UserError):  # the value may be of another version
-                value = str(train_gpt.parse(field, {name: value}))
-            if value != start[1]:
-                alike.append([*start, values[0], end])
+        elif name in settings[0] and values[0] != start[1]:
+            alike.append([*start, values[0], end])
     names = [group.name for group in groups]
     head = ["knob", "default", "value", "meaning"]
     return Table([*head[:2], *names, head[3]], differing), Table(head, alike)
@@ -412,6 +348,10 @@ def contents(texts: list[str], record: str | None) -> dict:
     groups, notes = read_groups(texts)
     done = [group for group in groups if group.finished]
     table, sentences = significance(done)
+    rows = []
+    for group in groups:  # each run, then mean and standard deviation
+        names = [run.path.stem for run in group.members]
+        rows += runs.rows(group.members, names, unknown="–")
     warned = {group.name: runs.uneven_steps(group.members) for group in groups}
     notes += [f"{name}: {warning}." for name, warning in warned.items() if warning]
     if record:
@@ -423,12 +363,11 @@ def contents(texts: list[str], record: str | None) -> dict:
         "headline": headline(groups, table),
         "significance": table,
         "sentences": sentences,
-        "runs": run_table(groups),
+        "runs": Table(["run", *(title for title, *_ in runs.COLUMNS)], rows),
         "record": record,
         "figures": {
             "Curves": curves(groups, record),
-            "Where the bytes went": bars(groups, bytes_of, ",.0f"),
-            "Where the time went": bars(groups, seconds_of, ",.1f"),
+            "Where the time went": bars(groups),
         },
         "tables": {
             "Knobs that differ between configurations": between,

@@ -7,6 +7,7 @@ and banded mode, and for #399 only on a text of as many tokens. #2135 cuts the t
 otherwise, so none of its losses is compared; the page of `tools/report.py` draws them.
 """
 
+import collections
 import json
 import math
 import statistics
@@ -23,21 +24,12 @@ CURVES = Path(__file__).resolve().parents[1] / "golden" / "curves.json"
 LEAST_RANGE = {"train": 0.01, "val": 0.0025}
 SAME_RATE = 0.03  # of the peak learning rate; the seconds of two logs are rounded to 6 s
 
-
-def rate_399(step: int, seconds: float) -> float:
-    """Multiplier of the learning rate: a warmdown of 3,000 steps at the average pace."""
-    return min(1.0, (600 - seconds) / (3000 * seconds / step))
-
-
-def rate_1493(step: int, seconds: float) -> float:
-    return min(1.0, (1 - seconds / 588) / 0.72)
-
-
-def rate_2135(step: int, seconds: float) -> float:
-    return min(1.0, max((1 - seconds / 599.5) / 0.85, 0.1))
-
-
-RATES = {"399": rate_399, "1493": rate_1493, "2135": rate_2135}
+RATES = {  # multipliers of the learning rate
+    # A warmdown of 3,000 steps at the average pace
+    "399": lambda step, seconds: min(1.0, (600 - seconds) / (3000 * seconds / step)),
+    "1493": lambda step, seconds: min(1.0, (1 - seconds / 588) / 0.72),
+    "2135": lambda step, seconds: min(1.0, max((1 - seconds / 599.5) / 0.85, 0.1)),
+}
 VAL_TOKENS_399 = 62_021_632  # targets of its validation text
 # What makes our validation loss another one than a record's
 SCORED = {"CANONICAL_MASK": "False", "NGRAM_TILT": "False", "EVAL_MODE": "sliding"}
@@ -71,7 +63,7 @@ def tracks(name: str) -> list[Track]:
         points: dict[str, list[Point]] = {"train": [], "val": []}
         for step, kind, nats, bpb, seconds in seed["curve"]:
             fields = {f"{kind}_loss": nats} | ({} if bpb is None else {"val_bpb": bpb})
-            if step and seconds:
+            if step and seconds is not None:
                 fields["lr_scale"] = RATES[name](step, seconds)
             points[kind].append(Point(step, seconds, fields))
         found.append(Track(**points, settings=settings))
@@ -99,21 +91,18 @@ class Row(NamedTuple):
 
 def read_curves(name: str) -> dict[tuple[str, int], Published]:
     """What a record's seeds have by (kind, step); at step -1 the last validation of each seed."""
-    seeds = json.loads(CURVES.read_text())[name].values()
-    losses: dict[tuple[str, int], list[float]] = {}
-    rates: dict[int, float] = {}
+    seeds, losses, rates = tracks(name), collections.defaultdict(list), {}
     for seed in seeds:
-        last = max(step for step, kind, *_ in seed["curve"] if kind == "val")
-        for step, kind, nats, _, seconds in seed["curve"]:
-            final = kind == "val" and step == last
-            losses.setdefault((kind, -1 if final else step), []).append(nats)
-            if seconds is not None and step and not final:
-                rates.setdefault(step, RATES[name](step, seconds))
-    count = len(seeds)
+        for kind, points in (("train", seed.train), ("val", seed.val)):
+            for point in points:
+                step = -1 if point is seed.val[-1] else point.step
+                losses[kind, step].append(point.fields[f"{kind}_loss"])
+                if "lr_scale" in point.fields:
+                    rates.setdefault(step, point.fields["lr_scale"])
     return {
         (kind, step): Published(found, rates.get(step))
         for (kind, step), found in losses.items()
-        if len(found) == count
+        if len(found) == len(seeds)
     }
 
 
@@ -126,13 +115,10 @@ def rows_of(run: Run, name: str) -> Iterator[Row]:
         point.step: point.fields["lr_scale"] for point in run.train if "lr_scale" in point.fields
     }
     own = [f"{k}={run.settings[k]}" for k, v in SCORED.items() if run.settings.get(k, v) != v]
-    finished = bool(run.scores)
-    last = run.val[-1].step if run.val and finished else None
-    points = [
-        (point.step, kind, point) for kind in ("train", "val") for point in getattr(run, kind)
-    ]
+    last = run.val[-1] if run.val and run.scores else None
+    points = [(p.step, "train", p) for p in run.train] + [(p.step, "val", p) for p in run.val]
     for step, kind, point in sorted(points, key=lambda one: one[:2]):
-        final = kind == "val" and step == last
+        final = point is last
         published = curves.get((kind, -1 if final else step))
         if published is None:
             continue
@@ -184,14 +170,11 @@ def follow(run: Run, name: str) -> tuple[bool, str]:
     lines += [row.line() for row in rows]
     behind = [row for row in compared if row.off > 0]
     if behind:
-        first, worst = behind[0], max(behind, key=lambda row: row.off)
-        place = f"step {first.step} ({first.kind})"
-        end = (
-            f"behind the published track from {place} on, at most by {worst.off:.4f} over the limit"
-        )
+        place = f"step {behind[0].step} ({behind[0].kind})"
+        worst = f"at most by {max(row.off for row in behind):.4f} over the limit"
+        end = f"behind the published track from {place} on, {worst}"
     else:
         ahead = sum(row.off < 0 for row in compared)
-        end = (
-            f"on the published track in all {len(compared)} compared losses, {ahead} of them ahead"
-        )
+        count = f"{len(compared)} compared losses, {ahead} of them ahead"
+        end = f"on the published track in all {count}"
     return not behind, "\n".join([*lines, "", end])

@@ -19,7 +19,6 @@ from train_gpt import CUT, Hyperparameters, UserError, as_user_error, knobs_with
 
 SEPARATOR = "=" * 100  # separates the source at the top of a log from the rest
 KNOBS = {field.name.upper() for field in dataclasses.fields(Hyperparameters)}
-RENAMED = {"ROW_RANGE": "ROUNDING", "SKIP_GATES": "SKIPS", "SKIP_LERP": "SKIPS"}  # in older logs
 # These do not change what a run computes.
 WITHOUT_EFFECT = {"RESUME", "CHECKPOINT_EVERY", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
 # Runs that differ in one of these are different experiments. Published logs list other names too;
@@ -202,7 +201,11 @@ def read_run(path: Path) -> Run:
     ends = re.findall(r"^(stopping_early|calibration|gptq): .*train_time: ?([\d.]+)ms", text, re.M)
     seconds += [float(ms) / 1000 for name, ms in ends if name == "stopping_early"]
     with_calibration = [*seconds, *(float(ms) / 1000 for _, ms in ends)]
-    find = functools.partial(_find, text)
+
+    def find(pattern: str) -> str | None:
+        found = re.search(pattern, text, re.M)
+        return found and found[1].strip()
+
     prepared = re.findall(r"^evaluation: .*prepare_time:(\d+)ms", text, re.M)
     digests = re.findall(r"^(?:Serialized model|artifact).* sha256:(\w+)$", text, re.M)
     ours = find(r"^runtime: ranks:(\d+)")
@@ -289,11 +292,6 @@ def _read_lines(path: Path) -> tuple[bytes | None, list[str]]:
     return source, whole
 
 
-def _find(text: str, pattern: str) -> str | None:
-    found = re.search(pattern, text, re.M)
-    return found and found[1].strip()
-
-
 def _int(text: str | None) -> int | None:
     return None if text is None else int(text)
 
@@ -348,24 +346,12 @@ def _scores(lines: list[str]) -> dict[str, Score]:
     return scores
 
 
-def todays_names(knobs: dict[str, str]) -> dict[str, str]:
-    """Knobs of an older log, by the names and values that they have now."""
-    knobs = dict(knobs)
-    if "ROW_RANGE" in knobs:
-        old = knobs.pop("ROW_RANGE")
-        knobs["ROUNDING"] = {"sdclip": "sensitivity", "published": "399"}.get(old, old)
-    if "SKIP_GATES" in knobs:
-        gates, lerp = (knobs.pop(name, "False") for name in ("SKIP_GATES", "SKIP_LERP"))
-        knobs["SKIPS"] = "lerp" if lerp == "True" else "gates" if gates == "True" else "scales"
-    return knobs
-
-
 def _settings(lines: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """(knobs, names of those marked as changed)."""
     matches = (re.match(r"^([* ]) ([A-Z][A-Z0-9_]+)=(.*)$", line) for line in lines)
     if ours := [match.groups() for match in matches if match]:
-        changed = tuple(RENAMED.get(name, name) for mark, name, _ in ours if mark == "*")
-        return todays_names({name: value for _, name, value in ours}), changed
+        changed = tuple(name for mark, name, _ in ours if mark == "*")
+        return {name: value for _, name, value in ours}, changed
     found = {}
     for line in lines:
         if match := re.match(r"^  ([a-z]\w*): (.*)$", line):  # a list of hyperparameters
@@ -422,16 +408,16 @@ def with_evaluations(members: list[Run]) -> list[Run]:
             require(not other, f"{twice}: give one of them")
             found[run.artifact] = run
     return [
-        _joined(run, found[run.artifact]) if run.artifact in found else run
+        joined(run, found[run.artifact]) if run.artifact in found else run
         for run in members
         if found.get(run.artifact) is not run
     ]
 
 
-def _joined(run: Run, evaluation: Run) -> Run:
+def joined(run: Run, evaluation: Run) -> Run:
     before = {name: score for name, score in run.scores.items() if is_before_export(name)}
-    changes = {"scores": before | evaluation.scores, "evaluation": evaluation}
-    return dataclasses.replace(run, finished=True, **changes)
+    scores = before | evaluation.scores
+    return dataclasses.replace(run, finished=True, scores=scores, evaluation=evaluation)
 
 
 def read_group(text: str) -> list[Run]:
@@ -507,13 +493,6 @@ def mean_std(values: list[float]) -> tuple[float, float | None]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
-def summary(rows: list[list[float | None]]) -> tuple[list[float | None], list[float | None]]:
-    """(means, standard deviations) of the columns, None for a column that has a None."""
-    columns = zip(*rows, strict=True)
-    stats = [(None, None) if None in column else mean_std(list(column)) for column in columns]
-    return [mean for mean, _ in stats], [std for _, std in stats]
-
-
 COLUMNS = (  # title, format, how to read it
     ("steps", ".0f", lambda run: run.steps),
     ("ms/step", ".2f", lambda run: run.step_ms),
@@ -541,17 +520,16 @@ def aligned(rows: list[list[str]]) -> str:
 def rows(
     members: list[Run], names: list[str], columns: Sequence = COLUMNS, unknown: str = "-"
 ) -> list[list[str]]:
-    """A row of cells for each run, even if it did not finish, then mean and standard deviation."""
-    finished = {"score", "eval s"}
-    numbers = [
-        [None if run.fault and title in finished else read(run) for title, _, read in columns]
-        for run in members
-    ]
-    if len(members) > 1:
-        names, numbers = [*names, "mean", "std"], [*numbers, *summary(numbers)]
-    forms = [form for _, form, _ in columns]
-    cells = [[cell(*pair, unknown) for pair in zip(row, forms, strict=True)] for row in numbers]
-    return [[name, *row] for name, row in zip(names, cells, strict=True)]
+    """A row of cells for each run, even if it did not finish, then mean and standard deviation of
+    the columns that all runs have."""
+    several, finished = len(members) > 1, {"score", "eval s"}
+    cells = [[*names, "mean", "std"] if several else names]
+    for title, form, read in columns:
+        values = [None if title in finished and run.fault else read(run) for run in members]
+        if several:
+            values += (None, None) if None in values else mean_std(values)
+        cells.append([cell(value, form, unknown) for value in values])
+    return [list(row) for row in zip(*cells, strict=True)]
 
 
 def table(members: list[Run], names: list[str] | None = None) -> str:
