@@ -1801,11 +1801,11 @@ class Run:
         before = [tensor.clone() for tensor in state]
         *_, last = phases(hp)  # with all parts
         rows = self.loader.batch(0).chunk(self.accumulation)[0]
-        self.log("warmup: compiling gradients", "graph", name="gradients")
+        self.log("warmup: gradients", "graph", name="gradients")
         check_kernels(self.forward, rows, self.config(last), self.comm, self.log)
         for kind in phases(hp):
             name = f"step qat:{kind.qat:d} seq_len:{kind.seq_len} looping:{kind.looping:d}"
-            self.log(f"warmup: compiling {name}", "graph", name=name)
+            self.log(f"warmup: {name}", "graph", name=name)
             self.train_step(0, kind)
         for _ in range(1, hp.warmup_steps):
             self.train_step(0, last)
@@ -2274,7 +2274,7 @@ def final_passes(hp: Hyperparameters) -> dict[str, Pass]:
 def warm_up_evaluation(make_scorer: Callable, passes: dict[str, Pass], log: Callable):
     """Compile what these passes run."""
     for name, scoring in passes.items():
-        log(f"warmup: compiling {name}", "graph", name=name)
+        log(f"warmup: {name}", "graph", name=name)
         scoring.warm_up(make_scorer(scoring.config, scoring.stride))
 
 
