@@ -8,10 +8,12 @@ import json
 import math
 import os
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 import conformance
@@ -106,19 +108,16 @@ def imported(path, record: str, **environ: str) -> train_gpt.GPT:
     return model
 
 
-@pytest.mark.parametrize(
-    "record, banked, prefix",
-    [
-        ("399", True, ""),
-        ("399", False, "module._orig_mod."),
-        ("2135", True, "_orig_mod.module."),
-        ("2135", False, ""),
-    ],
-)
-def test_a_checkpoint_computes_the_same_loss(tmp_path, record, banked, prefix):
-    model, path = model_of(record), tmp_path / "final_model.pt"
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("banked, prefix", [(True, ""), (False, "module._orig_mod.")])
+@pytest.mark.parametrize("record", ["399", "2135"])
+def test_a_checkpoint_computes_the_same_loss(tmp_path, record, banked, prefix, suffix):
+    model, path = model_of(record), tmp_path / f"final_model{suffix}"
     state = {prefix + name: t for name, t in foreign(record, banked, model).items()}
-    torch.save(state, path)
+    if suffix == ".pt":
+        torch.save(state if banked else {"model": state, "step": 3}, path)
+    else:
+        safetensors.torch.save_file({name: t.contiguous() for name, t in state.items()}, path)
     found = imported(path, record)
     assert loss(found) == pytest.approx(loss(model), abs=1e-6)
     for name, weight in weights_of(model).items():
@@ -149,11 +148,8 @@ def test_an_odd_tensor_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     published = foreign("399")
     for name, value, part in (
-        (
-            "x",
-            code(os.mkdir, "ran"),
-            "it holds more than tensors, which was not run: save the state",
-        ),
+        ("x", code(os.mkdir, "ran"), "it holds more than tensors, posix.mkdir, which was not run"),
+        ("x", code(bytearray, 1 << 40), "more than tensors, __builtin__.bytearray"),
         ("x", 5, "'x' is int, not a tensor"),
         ("ve.scale", ONE, "has ve.scale, which is no part of a model"),
         ("skip_gates", torch.ones(2, 32), "has skip_gates, but .* no skip_gate; look at SKIPS"),
@@ -192,15 +188,24 @@ def test_an_odd_file_is_named(tmp_path):
         (lambda whole: whole[: len(whole) // 2], "not a zip file; copy it again if it is trunca"),
         # torch.load reads it.
         (lambda whole: whole.replace(whole[9000:9008], b"otherbit"), "/data/. is damaged: copy"),
-        (lambda _: b"\xfd7zXZ" + bytes(999), "not a zip"),
-        (lambda _: saved({}, legacy=True), "not a zip"),
+        (lambda _: b"\xfd7zXZ" + bytes(999), "neither a zip"),
+        (lambda _: saved({}, legacy=True), "neither a zip"),
+        (lambda _: (1 << 40).to_bytes(8, "little") + b'{"a": 1}', "SafetensorError"),
         (lambda whole: rezipped(whole, method=8, member="archive/data.pkl"), "compressed"),
         (lambda _: saved([1]), "no state dict, but"),
-        (lambda _: saved({}, pickle_protocol=4), "it holds more than tensors"),
+        (lambda _: saved({"model": {}, "state_dict": {}}), "holds model and state_dict: save one"),
+        (lambda _: saved({}, pickle_protocol=4), "its pickle is of protocol 4: torch.save it wi"),
     ):
         (tmp_path / "a.pt").write_bytes(damage(saved(foreign("399"))))
         with user_error(rf"a\.pt .*{part}"):
             import_checkpoint.rename(str(tmp_path / "a.pt"))
+
+
+def test_a_missing_package_is_no_fault_of_the_file(tmp_path, monkeypatch):
+    safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError):
+        import_checkpoint.rename(str(tmp_path / "a.safetensors"))
 
 
 def test_weights_that_may_be_rounded_are_noted():

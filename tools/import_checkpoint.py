@@ -8,11 +8,11 @@ A checkpoint of train_gpt.py has its knobs. Its average, if it has one, is expor
 batches after its last step calibrate.
 
 final_model.pt is what #399, #549, #2135 and their relatives write before they round: torch.save of a
-state dict. --as is a file of variables with what no tensor shows (docs/configurations.md has the
-list). Set DATA_PATH and TOKENIZER_PATH to its data. It is first scored without mask and tilt:
-compare that with "DIAGNOSTIC post_ema" in its script's log. The script's SmearGate and BigramHash
-look across the start of a document, ours do not, so both losses are given. If neither is yours,
---as is not what the script computes.
+state dict, or the same as a safetensors file. --as is a file of variables with what no tensor shows
+(docs/configurations.md has the list). Set DATA_PATH and TOKENIZER_PATH to its data. It is first
+scored without mask and tilt: compare that with "DIAGNOSTIC post_ema" in its script's log. The
+script's SmearGate and BigramHash look across the start of a document, ours do not, so both losses
+are given. If neither is yours, --as is not what the script computes.
 
 Nothing in a checkpoint is executed. Variables of the environment override its knobs. The weights are
 scored in rows of EVAL_SEQ_LEN tokens without overlap; a loss above that of guessing is an error.
@@ -33,7 +33,7 @@ import dataclasses
 import functools
 import math
 import os
-import pickle
+import pickletools
 import re
 import sys
 import time
@@ -109,6 +109,9 @@ CPU_BATCH = 16_384
 CPU_ROW = 2048
 FEW = 65_536  # tokens: a standard error of 0.01 nats, if a token deviates by 2.5 (estimated)
 BEFORE_ROUNDING = "give the final_model.pt that the script writes before it rounds"
+NESTED = ("model", "state_dict", "model_state_dict")  # of checkpoints with more than weights
+# What torch.save's pickle of a state dict names.
+PLAIN = r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch \w+Storage"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -125,18 +128,46 @@ class Adopted(NamedTuple):
 
 def read_file(path: str) -> dict:
     """The contents of a file, of which nothing is executed; tensors are views. Raises UserError."""
+    with open(path, "rb") as file:
+        head = file.read(9)
+    load_file = None
+    if head[8:] == b"{":  # a missing package is no fault of the file
+        from safetensors.torch import load_file
     advice = f"copy it again if it is truncated, else {BEFORE_ROUNDING}"
     with as_user_error(f"{path} cannot be used", advice, Exception):
-        with zipfile.ZipFile(path) as archive:  # torch.load looks at neither
-            stored = {part.compress_type for part in archive.infolist()} == {zipfile.ZIP_STORED}
-            require(stored, "its parts are compressed")
-            damaged = archive.testzip()
-            require(not damaged, f"its part {damaged} is damaged: copy it again")
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            more = "it holds more than tensors, which was not run: save the state dict alone"
-            raise UserError(more) from error
+        if load_file:
+            return load_file(path)
+        require(head.startswith(b"PK"), "it is neither a zip file of torch.save nor safetensors")
+        require_plain(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def require_plain(path: str) -> None:
+    """Raise an error unless a zip file holds tensors of torch.save and nothing that could run or
+    unpack to more than the file. torch.load(weights_only=True) would call bytearray(10**12)."""
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        names = [member.filename for member in members]
+        texts = [member for member in members if member.filename.endswith("/data.pkl")]
+        require(len(texts) == 1 and len(set(names)) == len(names), "it is not of torch.save")
+        stored = {member.compress_type for member in members} == {zipfile.ZIP_STORED}
+        require(stored and texts[0].file_size < 1 << 24, "its parts are compressed or too large")
+        damaged = archive.testzip()  # torch.load does not look at checksums
+        require(not damaged, f"its part {damaged} is damaged: copy it again")
+        text = archive.read(texts[0])
+    protocol = next((argument for code, argument, _ in pickletools.genops(text)), 0)
+    require(protocol in (2, 3), f"its pickle is of protocol {protocol}: torch.save it with 2")
+    objects = [
+        str(argument or code.name).replace(" ", ".")
+        for code, argument, _ in pickletools.genops(text)
+        if code.name in ("GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4")
+        and not re.fullmatch(PLAIN, str(argument))
+    ]
+    require(
+        not objects,
+        f"it holds more than tensors, {', '.join(objects[:3])}, which was not run: save the "
+        "state dict alone",
+    )
 
 
 def is_rounded(value: object) -> bool:
@@ -146,11 +177,17 @@ def is_rounded(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype not in FLOATS
 
 
-def read_tensors(path: str) -> Tensors:
-    """The tensors of a file by name, without prefixes of DDP and torch.compile. Raises UserError
-    unless all are finite, and as large as the file says."""
-    found = read_file(path)
+def read_tensors(path: str) -> tuple[Tensors, list[str]]:
+    """(the tensors of a file by name, without prefixes of DDP and torch.compile; notes). Raises
+    UserError unless all are finite, and as large as the file says."""
+    notes, found = [], read_file(path)
     require(isinstance(found, dict), f"{path} holds no state dict, but {type(found).__name__}")
+    nested = [key for key in NESTED if isinstance(found.get(key), dict)]
+    if nested:
+        others = ", ".join(str(key) for key in found if key != nested[0])
+        require(len(nested) == 1, f"{path} holds {' and '.join(nested)}: save one of them alone")
+        notes.append(f"reading {nested[0]!r}; left out: {others or 'nothing'}")
+        found = found[nested[0]]
     tensors, room = {}, 2 * os.path.getsize(path)
     for full, tensor in found.items():
         require(
@@ -171,12 +208,12 @@ def read_tensors(path: str) -> Tensors:
         )
         require(tensor.isfinite().all(), f"{path}: {name} has values that are not finite")
         tensors[name] = tensor.detach()
-    return tensors
+    return tensors, notes
 
 
 def rename(path: str) -> Adopted:
     """The tensors of another script's file in our names. Raises UserError for a tensor that is not known."""
-    tensors = read_tensors(path)
+    tensors, notes = read_tensors(path)
     found, names, layers = {}, {}, collections.defaultdict(dict)
 
     def put(ours: str, theirs: str, tensor: Tensor) -> None:
@@ -221,7 +258,7 @@ def rename(path: str) -> Adopted:
             put(ours, named, joined.mT if ours == "lane_mix" else joined[0])
     found |= {name: tensors[name] for name in CAPS if name in tensors}
     facts = {"steps": 0, "train_seconds": 0.0, "weights": "adopted"}
-    return Adopted(found, names, [], sizes(path, found), {}, facts)
+    return Adopted(found, names, notes, sizes(path, found), {}, facts)
 
 
 def sizes(path: str, tensors: Tensors) -> dict[str, str]:
@@ -577,7 +614,7 @@ def main() -> None:
     parser = program.parser(__doc__)
     add, most = parser.add_argument, train_gpt.SUBMISSION_CAP - train_gpt.CODE_BYTES
     sizes = lambda text: [program.count(word) for word in text.split(",")]  # noqa: E731
-    add("checkpoint", help="checkpoints/RUN_ID/step_N.npz, or a file of torch.save")
+    add("checkpoint", help="checkpoints/RUN_ID/step_N.npz, or a file of torch.save or safetensors")
     text = "of another script: its knobs"
     add("--as", dest="as_file", default="", metavar="FILE", help=text)
     text = "of the validation text, from its start (default: all)"
