@@ -2889,7 +2889,7 @@ def require_exportable(hp: Hyperparameters):
         f"TARGET_BYTES={hp.target_bytes} is no more than the {CODE_BYTES} bytes of the script: "
         "raise it, or pack the script (tools/pack_code.py)",
     )
-    meta_parameters(hp)
+    meta_parameters(hp)  # refuses a model that is too large
 
 
 def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> Run:

@@ -12,7 +12,9 @@ import resource
 import struct
 import sys
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -777,6 +779,28 @@ def test_writing_is_atomic(tmp_path, monkeypatch):
     with user_error("cannot write .*r.npz: No space left"):
         write(b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_runs_of_one_folder_write_their_copies_side_by_side(tmp_path, monkeypatch):
+    """ARTIFACT is the copy of whichever ends last; with one temporary file a run ended as failed."""
+    monkeypatch.chdir(tmp_path)
+    Path("logs").mkdir()
+    logs = [mock.Mock(artifact=Path("logs", f"{name}.npz"), failure="") for name in "ab"]
+    fsync = train_gpt.os.fsync
+
+    def other_run(descriptor):
+        if Path("final_model.npz").exists() or not Path("logs/a.npz").exists():
+            return fsync(descriptor)
+        monkeypatch.setattr(train_gpt.os, "fsync", fsync)
+        train_gpt.keep_artifact(b"b", logs[1])  # while the copy of the first is being written
+        return fsync(descriptor)
+
+    monkeypatch.setattr(train_gpt.os, "fsync", other_run)
+    train_gpt.keep_artifact(b"a", logs[0])
+    assert [log.failure for log in logs] == ["", ""]
+    found = {path.name: path.read_bytes() for path in tmp_path.rglob("*.npz")}
+    assert found == {"a.npz": b"a", "b.npz": b"b", "final_model.npz": b"a"}
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_over_the_cap_is_an_error():
