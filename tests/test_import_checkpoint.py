@@ -546,6 +546,10 @@ def having(**tensors):
 LACKS = "has no {}, which the model needs; look at {}"
 
 
+def test_a_checkpoint_from_before_2026_11_29_is_read(last):
+    own_weights(last(then(deterministic=False)))
+
+
 def test_an_odd_checkpoint_of_ours_is_named(last):
     for change, environ, part in (
         (lambda m, _: m.update(version=7), {}, "altered or of another version: version 7; copy"),

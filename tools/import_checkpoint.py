@@ -295,6 +295,7 @@ def read_own(path: str) -> Adopted:
     metadata, tensors = train_gpt.read_checkpoint(Path(path))
     with as_user_error(f"{path} cannot be used", "use the script that wrote it", Exception):
         then, step = metadata["hyperparameters"], metadata["step"]
+        then.pop("deterministic", None)  # a knob before 2026-11-29, of GPUs only
         roles = {knob.name: knob.metadata["role"] for knob in train_gpt.KNOBS}
         unknown = " ".join(sorted(then.keys() - roles.keys())).upper()
         require(not unknown, f"this script has no knob {unknown}")
