@@ -2620,7 +2620,7 @@ def artifact_tensors(weights: Tensors) -> Iterator[tuple[MatrixKind | None, str,
             yield tables.get(name), name, tensor[None] if name in tables else tensor
 
 
-@torch.inference_mode()  # a fifth faster, as the operations are small
+@torch.inference_mode()  # small operations: a fifth faster (measured, one thread of an EPYC)
 def round_matrices(
     quantisers: Quantisers, hp: Hyperparameters, loss: float, comm: Comm
 ) -> dict[str, tuple[bytes, Tensor, float]]:
