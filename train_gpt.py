@@ -55,7 +55,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
@@ -2709,19 +2708,16 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
     """(header, the knobs in it, codes by tensor, steps and plain values), coded as in the
     file. Raises an error if the file is invalid.
 
-    Sizes are checked before memory is filled (here, by `read_small` and by the decoders), and
-    nothing is executed."""
+    Sizes are checked before memory is filled (here, by `read_small`, `read_arrays` and the
+    decoders), and nothing is executed."""
     # In a ZIP file the name of the first entry begins at byte 30.
     require(
         blob[30:40] == b"header.npy" and blob.count(b"PK\1\2") < MAX_ENTRIES,
         "it is not an artifact, or one before version 11: use the script that made it, RESUME=auto "
         "for a checkpoint of a run, or tools/import_checkpoint.py for a checkpoint of torch.save",
     )
-    with np.load(io.BytesIO(blob)) as archive:
-        # A compressed array could be a thousand times as large as the file.
-        methods = {member.compress_type for member in archive.zip.infolist()}
-        require(methods == {zipfile.ZIP_STORED}, "its arrays are compressed")
-        text, codes, values = (archive[name].tobytes() for name in ("header", "codes", "values"))
+    arrays = read_arrays(io.BytesIO(blob))
+    text, codes, values = (arrays[name].tobytes() for name in ("header", "codes", "values"))
     require(len(text) <= MAX_HEADER_BYTES, f"its header has {len(text)} bytes")
     header = json.loads(text)
     require(
@@ -3374,8 +3370,8 @@ def count_bytes(hp: Hyperparameters, tokens: ndarray, log: Callable) -> ndarray:
 
 
 class Validation:
-    """The validation stream on a device: tokens (n + 1,) int32 and the bytes (n,) int16 of its n
-    targets; `refused` pairs (V, V) with CANONICAL_MASK=1, `hints` (n,) int32 with NGRAM_TILT=1. All
+    """The validation stream: tokens (n + 1,) int32 on a device and the bytes (n,) of its n targets;
+    `refused` pairs (V, V) with CANONICAL_MASK=1, `hints` (n,) int32 with NGRAM_TILT=1. All
     that took `seconds`."""
 
     def __init__(self, tokens: ndarray, nbytes: ndarray, device: torch.device):
@@ -3383,8 +3379,7 @@ class Validation:
         self.seconds = 0.0
         self.targets = len(tokens) - 1
         self.tokens = torch.tensor(tokens, dtype=torch.int32, device=device)
-        self.nbytes = torch.tensor(nbytes, dtype=torch.int16, device=device)
-        self.total_bytes = int(self.nbytes.sum())
+        self.nbytes, self.total_bytes = nbytes, int(nbytes.sum())
         # Where documents begin. The last token is a target only, so it begins none.
         self.documents = np.union1d([0], np.flatnonzero(tokens[:-1] == BOS))
 
@@ -3605,6 +3600,17 @@ def replacing(path: Path, name: str = "") -> Iterator[Path]:
             unfinished.unlink(missing_ok=True)
 
 
+def read_arrays(file: Path | io.BytesIO) -> dict[str, ndarray]:
+    """The arrays of an uncompressed .npz file. Raises an error if it is damaged. Executes nothing in
+    it, and uses no more memory than its size."""
+    with np.load(file) as archive:
+        size = sum(member.file_size for member in archive.zip.infolist())
+        require(size <= archive.zip.start_dir, "its arrays are larger than the file")
+        # A changed shape would end the reading before the checksum.
+        require(not archive.zip.testzip(), "its checksum is wrong")
+        return dict(archive)
+
+
 # Their versions are logged; the last three decide the speed of kernels.
 PACKAGES = ["torch", "numpy", "sentencepiece", "zstandard", "constriction"]
 PACKAGES += ["triton", "flash_attn_3", "kernels"]
@@ -3808,19 +3814,13 @@ class Checkpoints:
 
 
 def read_checkpoint(path: Path) -> tuple[dict, Tensors]:
-    """(metadata, tensors). Raises UserError if the file is damaged. Executes nothing in it, and uses
-    no more memory than its size."""
+    """(metadata, tensors). Raises UserError if the file is damaged."""
     with as_user_error(
         f"checkpoint {path} is truncated, altered or of another version",
         "copy or delete it",
         Exception,
     ):
-        with np.load(path) as file:
-            size = sum(member.file_size for member in file.zip.infolist())
-            require(size <= path.stat().st_size, "its arrays are larger than the file")
-            # A changed shape would end the reading before the checksum.
-            require(not file.zip.testzip(), "its checksum is wrong")
-            tensors = dict(file)
+        tensors = read_arrays(path)
         metadata = json.loads(str(tensors.pop("metadata")))
         require(metadata["version"] == CHECKPOINT_VERSION, f"version {metadata['version']}")
     return metadata, {name: torch.from_numpy(array) for name, array in tensors.items()}
@@ -4194,13 +4194,6 @@ PLAIN_ATTENTION = 128
 SMALL_HEAD = 32
 
 
-def most_documents(width: int) -> int:
-    """Documents of `width` positions that FlashAttention 3 has bounds for. FineWeb has fewer, at most
-    49 of 16,384 (estimated). Each that is missing costs a backward 9 ns per head and 128 positions
-    of the longest (measured, H100)."""
-    return 16 + width // 256
-
-
 def attention_mask(q: Tensor, k: Tensor, band: int, document: Tensor | None) -> Tensor:
     """Whether the last n of T positions see each of the T, (1 or B, 1, n, T): themselves and those
     before them or, with a band, the band - 1 before them; with documents (B, T), only those of the
@@ -4260,11 +4253,14 @@ def number_documents(ids: Tensor, limit: int = 0) -> Tensor:
 
 def cu_seqlens(document: Tensor) -> Tensor:
     """Where documents (B, T) begin among the positions of all rows (cu_seqlens), int32 (S + 1,).
-    Spare ones at the end are empty. More documents than `most_documents` are an error of indexing."""
+    Spare ones at the end are empty. More documents than there is room for are an error of
+    indexing."""
     batch, time = document.shape
     positions = torch.arange(batch * time, device=document.device)
     begins = document != F.pad(document[:, :-1], (1, 0), value=-1)
-    room = batch * (1 + most_documents(time))
+    # FineWeb has fewer documents, at most 49 in 16,384 positions (estimated). Each spare one costs a
+    # backward 9 ns per head and 128 positions of the longest document (measured, H100).
+    room = batch * (17 + time // 256)
     bounds = torch.full((room,), batch * time, device=document.device)
     bounds = bounds.scatter_reduce(0, begins.flatten().cumsum(0) - 1, positions, "amin")
     return F.pad(bounds, (0, 1), value=batch * time).int()

@@ -29,7 +29,7 @@ def elsewhere(run_of):
         changes |= {"COMPUTE_DTYPE": "bfloat16", "MICRO_BATCH_TOKENS": 384}
         run = run_of(parts=there, **changes)
         run.val = val = train_gpt.read_validation(run.hp, torch.device("cpu"))
-        val.tokens, val.nbytes = val.tokens.to(META), val.nbytes.to(META)
+        val.tokens = val.tokens.to(META)
         return run
 
     return make

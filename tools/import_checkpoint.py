@@ -443,8 +443,8 @@ def beginning(val: Validation, tokens: int | None) -> Validation:
     """The validation text, or its first targets."""
     if tokens is None or tokens >= val.targets:
         return val
-    ids, nbytes = val.tokens[: tokens + 1].cpu(), val.nbytes[:tokens].cpu()
-    short = Validation(ids.numpy(), nbytes.numpy(), val.tokens.device)
+    ids = val.tokens[: tokens + 1].cpu().numpy()
+    short = Validation(ids, val.nbytes[:tokens], val.tokens.device)
     short.refused, short.hints = val.refused, val.hints
     return short
 
