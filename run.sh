@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-./run.sh             set up and train: the record run on all GPUs, or a demo of a few minutes on a CPU
+./run.sh             set up and train: a full run on all GPUs, or a demo of a few minutes on a CPU
 ./run.sh check       set up and benchmark this machine for the run with the same knobs
 ./run.sh test [...]  set up and run the tests; extra arguments go to pytest
 ./run.sh setup       install what tests and tools need, too, and print the interpreter

@@ -183,7 +183,7 @@ class Hyperparameters:
     rounding: str = knob("sensitivity", "least loss at a size, or #399's rule", "model", choices=("sensitivity", "399"))
     gptq_batches: int = knob(4, "training batches for calibration, whose time is reserved; 0: none", "run")
     trellis_states: int = knob(8, "states of the trellis; 0: none", "model", choices=(0, *PARITY))
-    target_bytes: int = knob(SUBMISSION_CAP, "bytes that code and artifact may fill; 0: no limit, finest steps", "run")
+    target_bytes: int = knob(SUBMISSION_CAP, "bytes of code and artifact, unless ROUNDING=399; 0: no limit", "run")
     compressor: str = knob("ans", "coder of the rounded weights", "run", choices=("ans", "lzma", "zstd"))
 
     eval_seq_len: int = knob(2048, "tokens per window", "score", low=2, high=1 << 20, section="Evaluation")
@@ -356,7 +356,8 @@ def refuse_misspelt(environ: Iterable[str], known: list[str]):
 
 
 # Names of #399, #549, #2135 and older demonstrations, with ours, which are empty if there is none.
-OTHER_NAMES = """DEMO_SECONDS=MAX_WALLCLOCK_SECONDS
+OTHER_NAMES = """
+DEMO_SECONDS=MAX_WALLCLOCK_SECONDS
 MUON_LR=MATRIX_LR MUON_ROW_NORMALIZE=MUON_EQ MUON_BETA2= HEAD_LR= EMBED_LR= EMBED_WD=ADAM_WD
 QAT_ENABLED=LATE_QAT LATE_QAT_THRESHOLD=QAT_THRESHOLD VAL_BATCH_TOKENS=VAL_BATCH_SIZE
 NUM_LOOPS=LOOP_VISITS LOOP_END=LOOP_LAYERS ENABLE_LOOPING_AT=LOOP_START ROPE_YARN=
@@ -524,14 +525,15 @@ class MatrixKind(NamedTuple):
     out: str = "dim"  # outputs: "dim", "kv", "mlp" or "vocab"
     into: str = "dim"  # inputs
     transposed: bool = False  # stored as (in, out)
-    zero: bool = False  # initially zero (projections back to the stream) instead of orthogonal
-    gain: str = ""  # name of the learned gain (L, out) of its outputs
+    # Name of the learned gain (L, out) of its outputs, of projections back to the stream. These are
+    # initially zero, all others orthogonal.
+    gain: str = ""
     layer_scaled: bool = False  # multiplied by 1/sqrt(layer + 1)
     norm_after: bool = False  # its outputs may be normalised in place of its inputs
     target: str = ""  # the name in LORA_TARGETS of low-rank changes of its outputs
 
     def shape(self, hp: Hyperparameters) -> tuple[int, int]:
-        """(out, in)."""
+        """(out, in) of a matrix of BANKS, and of "tok_emb"."""
         size = {
             "dim": hp.model_dim,
             "kv": hp.num_kv_heads * hp.head_dim,
@@ -554,7 +556,7 @@ class MatrixKind(NamedTuple):
 # Muon, checkpoint, Hessian and export follow from its row. For a new one see docs/experiment.md.
 MATRICES = (
     MatrixKind("q", "qo_bank", "q", layer_scaled=True, target="q"),
-    MatrixKind("out", "qo_bank", "out", zero=True, gain="attn_scale", target="out"),
+    MatrixKind("out", "qo_bank", "out", gain="attn_scale", target="out"),
     MatrixKind("k", "kv_bank", "q", out="kv", layer_scaled=True, target="k"),
     MatrixKind("v", "kv_bank", "q", out="kv", layer_scaled=True, target="v"),
     MatrixKind("up", "mlp_bank", "up", out="mlp", layer_scaled=True, norm_after=True),
@@ -564,7 +566,6 @@ MATRICES = (
         "down",
         into="mlp",
         transposed=True,
-        zero=True,
         gain="mlp_scale",
         target="mlp",
     ),
@@ -833,7 +834,7 @@ class GPT(nn.Module):
         weights = {name: tensor.float().clone() for name, tensor in self.state_dict().items()}
         generator = torch.Generator().manual_seed(seed)
         for kind in MATRICES:
-            for matrix in bank_part(weights[kind.bank], kind) if not kind.zero else ():
+            for matrix in bank_part(weights[kind.bank], kind) if not kind.gain else ():
                 nn.init.orthogonal_(matrix, generator=generator)
         weights["tok_emb"].normal_(std=self.hp.tied_embed_init_std, generator=generator)
         if self.hp.bigram_vocab_size:
@@ -955,13 +956,6 @@ class GPT(nn.Module):
             return logits
         return token_losses(logits, targets, reduction, hints)
 
-    def add_skip(self, x: Tensor, skip: Tensor, layer: Layer) -> Tensor:
-        """The stream x with a U-Net skip mixed in, (B, T, D) each."""
-        scale = layer.skip_scale
-        if self.hp.skips == "lerp":  # (#1218, #2135)
-            return torch.lerp(scale * skip, x, layer.skip_gate.sigmoid())
-        return x + (scale.sigmoid() if self.hp.skips == "gates" else scale) * skip
-
     def block(
         self,
         stream: Stream,
@@ -971,11 +965,9 @@ class GPT(nn.Module):
         layer: Layer,
         document: Tensor | None,
     ) -> tuple[Tensor | None, Stream]:
-        """One layer: (the stream before it if it is `kept`, the stream after it).
-
-        x0 is the stream of the embedding, `early` for MUDD the one before the last three visits,
-        (B, T, D) each. Compiled once per kind of layer and shape, as nothing here depends on the
-        layer's number or depth."""
+        """One layer: (the stream before it if it is `kept`, the stream after it). x0 is the stream of
+        the embedding, `early` for MUDD the one before the last three visits, (B, T, D) each.
+        Compiled once per kind of layer and shape, as it depends on no layer's number or depth."""
         x, change, lane = stream
         before = x = x if change is None else x + change
         value, sources = None, (x0, before, *early)
@@ -985,7 +977,11 @@ class GPT(nn.Module):
         if layer.lane_mix is not None and lane is None:
             lane = x  # without the skip of this layer (#2135)
         if layer.skip_scale is not None:
-            x = self.add_skip(x, before if skip is None else skip, layer)
+            skip, scale = before if skip is None else skip, layer.skip_scale
+            if self.hp.skips == "lerp":  # (#1218, #2135)
+                x = torch.lerp(scale * skip, x, layer.skip_gate.sigmoid())
+            else:
+                x = x + (scale.sigmoid() if self.hp.skips == "gates" else scale) * skip
         mixed = layer.resid_mix[0] * x + layer.resid_mix[1] * x0
         attended = self.attention(rms_norm(mixed), layer, document, value)
         # Autograd would fill the gradient of an output that nobody reads with zeros.
@@ -1133,6 +1129,14 @@ class FanOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx, stream: Tensor, _change: Tensor, *grads: Tensor) -> tuple:
         return ctx.add(*grads[::-1], stream), None, None
+
+
+def gradients_of(model: GPT, losses: Tensor, weights: Tensor | None = None) -> Tensors:
+    """The gradients by parameter name of the losses or, if there are several, of their weighted sum.
+    Of a parameter that is not used, such as the skips of a model of one layer, they are zeros."""
+    parameters = dict(model.named_parameters())
+    grads = torch.autograd.grad(losses, parameters.values(), weights, materialize_grads=True)
+    return dict(zip(parameters, grads, strict=True))
 
 
 def compile_blocks(model: GPT, compiled: bool) -> GPT:
@@ -1455,8 +1459,8 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> Step
 
 
 def phases(hp: Hyperparameters) -> dict[StepSettings, int]:
-    """{a step of each kind in the schedule, at the peak learning rate: thousandths of the run, for
-    tools/check_machine.py}, in order, for a run of ITERATIONS. Each kind is a graph."""
+    """{a step of each kind in the schedule, at the peak learning rate: at how many of 1,001 places of
+    the run, for tools/check_machine.py}, in order, for a run of ITERATIONS. Each kind is a graph."""
     steps = (schedule(hp, hp.iterations * place / 1000, 0.0, inf) for place in range(1001))
     start = hp.muon_momentum_warmup_start
     return collections.Counter(step._replace(lr_scale=1.0, momentum=start) for step in steps)
@@ -1908,8 +1912,8 @@ def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
 
 @dataclasses.dataclass
 class Evaluator:
-    """Scores windows of the validation stream. Each rank takes an equal part, in full batches of
-    few shapes, which are compiled once.
+    """Scores windows of the validation stream, in full batches of few shapes, which are compiled
+    once. Batches are dealt to the ranks.
 
     `nats` (n + 1,) holds the loss of each target that this rank has scored, else NaN; the last is
     spare. In a banded pass the windows are long blocks, in which each position attends to itself
@@ -1970,12 +1974,12 @@ class Evaluator:
         counts = (target >= first) & (target < stop)
         place = position.clamp(max=self.val.targets - 1)
         ids = self.val.tokens[place].long() * (position < stop)
-        targets = self.val.tokens[place[:, -n:] + 1].long()
-        refused, hints = self.val.refused, self.val.hints
+        last, hints = place[:, -n:], self.val.hints
+        targets = self.val.tokens[last + 1].long()
         if hints is not None:
-            hints = hints[place[:, -n:]].long()  # hints[i] is for the target of input i
+            hints = hints[last].long()  # hints[i] is for the target of input i
         nats = self.forward(
-            ids, targets, "none", self.config, adapter, refused=refused, hints=hints
+            ids, targets, "none", self.config, adapter, refused=self.val.refused, hints=hints
         )
         index = target.masked_fill(~counts, self.val.targets)
         self.nats.scatter_(0, index.flatten(), nats.detach().flatten().float())
@@ -2063,19 +2067,17 @@ def sgd_gradients(scorer: Evaluator, begin: int) -> Tensor:
     norm 1. Targets after the last whole sequence of the chunk are left out. A compiled forward
     meets two shapes at most."""
     hp, runtime = scorer.hp, scorer.runtime
-    parameters = list(scorer.forward.parameters())
     length = min(hp.eval_seq_len, hp.ttt_chunk_tokens)
     end = begin + hp.ttt_chunk_tokens + 1
     sequences = scorer.val.tokens[begin:end].unfold(0, length + 1, length)
     own = sequences[runtime.comm.rank :: runtime.comm.size].long()
-    total = torch.zeros(count_numbers(parameters), device=runtime.device)
+    total = torch.zeros(count_numbers(scorer.forward.parameters()), device=runtime.device)
     for rows in own.split(max(1, runtime.micro_batch_tokens // length)) if len(own) else ():
         loss = scorer.forward(
             rows[:, :-1], rows[:, 1:], config=scorer.config, refused=scorer.val.refused
         )
         loss = loss * (len(rows) / len(sequences))
-        # A model of one layer does not use its skips.
-        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        gradients = gradients_of(scorer.forward, loss).values()
         total += torch.cat([gradient.float().flatten() for gradient in gradients])
     runtime.comm.all_reduce(total)()
     return total * (1 / (vector_norm(total) + 1e-6)).clamp(max=1)
@@ -2241,7 +2243,7 @@ class Pass(NamedTuple):
     warm_up: Callable = Evaluator.warm_up  # compiles what `score` runs
 
     def run(self, make_scorer: Callable, log: Log, name: str) -> Score:
-        """Score every target of the stream once, with the model as it is."""
+        """Score every target of the stream once. After SGD the model is another one."""
         log.stage(name)
         scorer = make_scorer(self.config, self.stride, log)
         self.score(scorer)
@@ -2257,7 +2259,8 @@ def validation_pass(hp: Hyperparameters, looping: bool = True) -> Pass:
 
 
 def final_passes(hp: Hyperparameters) -> dict[str, Pass]:
-    """The final scores by name. A new way to score is another entry."""
+    """The final scores by name. A new way to score is another entry, before test-time training: that
+    by SGD changes the model."""
     plain = ForwardConfig(hp.layer_order())
     passes = {"roundtrip": Pass(plain, hp.eval_seq_len)}
     if hp.eval_mode == "banded":
@@ -2345,12 +2348,12 @@ class Calibration:
     sensitive as that row."""
 
     def __init__(self, model: GPT, tokens: int):
-        self.model, self.parameters = model, dict(model.named_parameters())
+        self.model = model
         self.config = ForwardConfig(model.hp.layer_order(), doc_len=model.hp.doc_len)
         self.scale = count_numbers(model.parameters()) / (2 * tokens)
         self.random = torch.Generator().manual_seed(0)
         self.sums = collections.defaultdict(float)
-        for kind, name, view in artifact_tensors(self.parameters):
+        for kind, name, view in artifact_tensors(dict(model.named_parameters())):
             if kind and kind.hessian == name:  # not k and v, which share that of q
                 # (N, in, in)
                 self.sums[name] = torch.zeros_like(view[:, 0]).float().diag_embed()
@@ -2363,10 +2366,7 @@ class Calibration:
         for rows in batch.to(torch.int64).chunk(4):  # an eager forward keeps more for its backward
             nats = self.model(rows[:, :-1], rows[:, 1:], "none", self.config, observe=self.observe)
             weights = torch.randn(nats.shape, generator=self.random).to(nats.device)
-            parameters = self.parameters.values()
-            grads = torch.autograd.grad(nats, parameters, weights, materialize_grads=True)
-            by_name = dict(zip(self.parameters, grads, strict=True))
-            for kind, name, grad in artifact_tensors(by_name):
+            for kind, name, grad in artifact_tensors(gradients_of(self.model, nats, weights)):
                 if kind:
                     self.sums[f"{name}.cost"] += self.scale * grad.float().square().mean(-1)
 
@@ -2491,13 +2491,14 @@ class Quantiser:
 
     Multiples of a step have a mean squared error of step^2 / 12, and twice the step saves one bit
     per weight. So at given bytes the total loss is lowest when each weight adds the same `loss`:
-    cost x step^2 / 12. The costs of `Calibration` count each weight as all weights of the model, so
-    with them `loss` is also what the whole model loses, in nats per token.
+    cost x pivot x step^2 / 12, with `pivot` for GPTQ. The costs of `Calibration` count each weight
+    as all weights of the model, so with them `loss` is also what the whole model loses, in nats per
+    token.
 
     Trellis-coded quantisation (Marcellin and Fischer 1990) has multiples of half a step. A state
     allows every second one: twice the code, plus the lowest bit of the state. A code takes
     as many bits as before, and the choice of the path makes the squared error a fifth smaller
-    (1 dB): step^2 / 15."""
+    (0.97 dB): step^2 / 15."""
 
     def __init__(self, rows: Tensor, hessian: Tensor, cost: Tensor | None, states: int, rule: Rule):
         """Of weights (N, out, in) with the Hessian (N, in, in) of their inputs, in any unit. `cost`
@@ -2725,11 +2726,11 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
         f"its format has version {header['version']!r}, not {ARTIFACT_VERSION}: "
         "score it with the script that made it",
     )
-    unknown = set(map(str.lower, header["knobs"])) - {*knobs_with("model", "training", "score")}
-    names = " ".join(sorted(unknown)).upper()
+    known = map(str.upper, knobs_with("model", "training", "score"))
+    unknown = " ".join(sorted(header["knobs"].keys() - known))
     require(
         not unknown,
-        f"this script has no knob {names} of a model or score: use the one that made it",
+        f"this script has no knob {unknown} of a model or score: use the one that made it",
     )
     hp = Hyperparameters.from_env(header["knobs"])  # a younger knob has its default
     names = [name for kind, name, _ in artifact_tensors(meta_parameters(hp)) if kind]
@@ -3921,12 +3922,12 @@ class Comm:
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Callable:
         """Sum `full` (S*r, ...) over the ranks; this rank's rows arrive in `shard`."""
         # Named so since torch 2.13
-        collective = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return self.start(collective, shard, full)
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Callable:
         """Collect every rank's `shard` (r, ...) in `full` (S*r, ...)."""
-        collective = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return self.start(collective, full, shard)
 
     def broadcast(self, value):
@@ -4069,7 +4070,7 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
     if hasattr(triton, "mix_order_reduction"):
         # From torch 2.10 on; it made this model 6 ms a step slower on 8 x H100 (pytorch #179494).
         triton.mix_order_reduction = False
-    # One more is an error. A block has up to 8 kinds of layers in each of 9 shapes.
+    # More graphs of one function are an error. A block has up to 8 kinds of layers in 9 shapes.
     torch._dynamo.config.recompile_limit = 256
     # Else a warm start traces each graph with an autograd.Function again (pytorch #149751).
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
@@ -4162,9 +4163,7 @@ def check_kernels(forward: GPT, rows: Tensor, config: ForwardConfig, comm: Comm,
 
     def loss_and_gradients(model, rows):
         loss = model(rows[:, :-1], rows[:, 1:], config=config)
-        parameters = dict(model.named_parameters())
-        gradients = torch.autograd.grad(loss, parameters.values(), materialize_grads=True)
-        return {"loss": loss.detach()} | dict(zip(parameters, gradients, strict=True))
+        return {"loss": loss.detach()} | gradients_of(model, loss)
 
     # By row: the plain form needs much memory, and the sum would be small if rows cancel by chance.
     exact, sizes = collections.defaultdict(float), collections.defaultdict(float)
@@ -4303,9 +4302,10 @@ def load_fa3() -> Callable:
     """FlashAttention 3 (arXiv:2407.08608): an installed wheel, or else the build that Hugging
     Face's `kernels` downloads. Raises if there is neither, or the GPU is not a Hopper."""
     require(torch.cuda.is_available() and is_hopper(torch.device("cuda")), "it needs a Hopper GPU")
-    try:
+    fa3 = None
+    with suppress(ImportError):
         import flash_attn_interface as fa3
-    except ImportError:
+    if fa3 is None:  # not while an error is handled: a signal would be ignored
         from kernels import get_kernel
 
         fa3 = get_kernel("kernels-community/flash-attn3", version=1)

@@ -385,7 +385,8 @@ def test_sgd_by_the_recipe_of_461(setting):
 def test_a_gradient_is_the_mean_over_all_ranks(setting, size, monkeypatch):
     """Before it is clipped, by the compiled forward. Of three sequences, a fourth rank has none."""
     model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=96)
-    scorer.forward = mock.Mock(side_effect=model, parameters=model.parameters)
+    parameters = {"parameters": model.parameters, "named_parameters": model.named_parameters}
+    scorer.forward = mock.Mock(side_effect=model, **parameters)
     x = scorer.val.tokens[64:161].long()
     model(x[:-1].view(3, 32), x[1:].view(3, 32)).backward()
     expected, shares = torch.cat([p.grad.flatten() for p in model.parameters()]), []

@@ -425,6 +425,10 @@ def test_a_mistake_is_one_sentence(trained, calibration):
     ):
         with user_error(sentence):
             quantise.calibrate(model, texts(count, seed=2), loss)
+    # The last batch of a classifier may have one example.
+    quantise.calibrate(
+        Model(), texts(1, seed=2), lambda model, rows: nats(model, rows).view(-1)[:1]
+    )
     smallest = r"9 bytes are too few: the smallest file has (\d+), [\d.]+ bits per parameter$"
     with user_error(smallest) as error:
         quantise.quantise(trained, calibration, 9)
@@ -514,9 +518,13 @@ def test_infinities_a_conjugate_view_and_8_bits_are_stored(trained, calibration,
         model.eight = nn.Parameter((scale * eight.float()).to(eight.dtype), requires_grad=False)
         model.register_buffer("angles", (scale * torch.tensor([1 + 2j])).conj())
         model.register_buffer("mask", torch.tensor([0, -math.inf if scale else 5.0]))
+        # More than 8 bytes for each number of a file
+        draw = torch.Generator().manual_seed(1)
+        noise = torch.randn(200_000, dtype=torch.complex128, generator=draw)
+        model.register_buffer("noise", scale * noise)
         return model
 
-    twin = reloaded(quantise.quantise(make(scale=1), calibration, 6000)[0], make())
+    twin = reloaded(quantise.quantise(make(scale=1), calibration, 4_000_000)[0], make())
     assert twin.angles.tolist() == [1 - 2j] and twin.mask.tolist() == [0, -math.inf]
     assert torch.equal(twin.eight.float(), eight.float())
 

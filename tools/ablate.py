@@ -12,7 +12,7 @@ EVAL_STRIDE follows EVAL_SEQ_LEN unless it is set. Logs go to --folder; a run th
 there is not repeated. Another train_gpt.py needs another folder.
 
 With `--tokens-per-weight` the base is the record in small: its layers, proportions and 7,000 steps,
-with so many training tokens per weight (the record has 205). `@1.03` is the price of a variant: its
+with so many training tokens per weight (the defaults have 165). `@1.03` is the price of a variant: its
 step takes 1.03 times as long in the record, so it gets 1/1.03 of the steps.
 
 The table has bits per byte. p and p_paired are one-sided, that the variant is better at all
