@@ -525,8 +525,8 @@ class MatrixKind(NamedTuple):
     out: str = "dim"  # outputs: "dim", "kv", "mlp" or "vocab"
     into: str = "dim"  # inputs
     transposed: bool = False  # stored as (in, out)
-    # Name of the learned gain (L, out) of its outputs, of projections back to the stream. These are
-    # initially zero, all others orthogonal.
+    # Name of the learned gain (L, out) of its outputs, or "". In MATRICES, a matrix with a gain is
+    # initially zero, one without is orthogonal.
     gain: str = ""
     layer_scaled: bool = False  # multiplied by 1/sqrt(layer + 1)
     norm_after: bool = False  # its outputs may be normalised in place of its inputs
@@ -3602,8 +3602,8 @@ def replacing(path: Path, name: str = "") -> Iterator[Path]:
 
 
 def read_arrays(file: Path | io.BytesIO) -> dict[str, ndarray]:
-    """The arrays of an uncompressed .npz file. Raises an error if it is damaged. Executes nothing in
-    it, and uses no more memory than its size."""
+    """The arrays of an .npz file. Raises an error if it is damaged. Executes nothing in it, and fills
+    no more memory than its size."""
     with np.load(file) as archive:
         size = sum(member.file_size for member in archive.zip.infolist())
         require(size <= archive.zip.start_dir, "its arrays are larger than the file")
@@ -3759,8 +3759,8 @@ CHECKPOINT_FILES = "step_*.npz"
 
 class Checkpoints:
     """Rank 0 writes checkpoints/<RUN_ID>/step_<N>.npz: whole tensors, with everything else as
-    metadata. A step only waits for the copy to host memory; a thread writes the file. The last two
-    are kept."""
+    metadata. A thread writes the file; a step waits for the last file and its own copy to host
+    memory. The last two are kept."""
 
     def __init__(self, hp: Hyperparameters, comm: Comm, log: Log):
         self.hp, self.comm, self.log = hp, comm, log

@@ -109,7 +109,8 @@ def test_test_time_training_learns_with_the_mask(scored, mode):
     scorer, model = scored(TTT_MODE=mode, **knobs)
     masks, forward = [], scorer.forward
     noted = lambda *a, **how: masks.append(how["refused"]) or forward(*a, **how)  # noqa: E731
-    noted.parameters, noted.requires_grad_ = forward.parameters, forward.requires_grad_
+    for name in ("parameters", "named_parameters", "requires_grad_"):
+        setattr(noted, name, getattr(forward, name))
     scorer.forward = noted
     getattr(train_gpt, f"ttt_{mode}")(scorer)
     assert scorer.nats[:-1].isfinite().all()

@@ -70,10 +70,11 @@ class Matrix(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """What `calibrate` sums over all tokens."""
+    """What `calibrate` finds: sums over all tokens, whose scale does not matter, but for `squares`."""
 
     hessians: dict[Names, Tensor]  # x^T x (in, in) of the inputs x that these matrices read
-    squares: dict[str, Tensor]  # (out,): mean over a row of the squared gradients of a token's loss
+    # (out,): mean over a row and all tokens of the squared gradient of a token's loss
+    squares: dict[str, Tensor]
     tokens: int
     # Sums of g g^T |x|^2 (out, out), g the gradient of an output, of matrices that may be rotated
     outputs: dict[str, Tensor]
@@ -312,7 +313,7 @@ def rows_of_codes(codes: Tensor, steps: Tensor, states: int, rotated: bool) -> T
 
 
 def costs_of_errors(squares: Tensor, output: Tensor) -> Tensor:
-    """`output` of a `RotatedQuantiser` by the sums of `Calibration`: squares (N, out) that count all
+    """`output` of a `RotatedQuantiser` by `Calibration`: its squares (N, out), times half the number of
     rounded weights, and its outputs (N, out, out)."""
     # The gradients of weights have products of different tokens too, so they give the scale.
     scale = (squares / output.diagonal(0, 1, 2).clamp(min=1e-30)).sqrt()[..., None]
@@ -485,7 +486,7 @@ def quantise(
 ) -> tuple[bytes, dict[str, float]]:
     """(the file of at most `max_bytes` with the least loss; by tensor the nats per token that its
     rounding is expected to cost). `states` of the trellis are 0, 4, 8, 16, 64 or 256; more take
-    longer and gain 0.1 dB at most. `progress` wraps the list of matrices, then that of groups in each
+    longer and gain about 0.1 dB. `progress` wraps the list of matrices, then that of groups in each
     of a few passes, as tqdm does. The model does not change. Raises UserError."""
     number = isinstance(max_bytes, numbers.Real) and not math.isnan(max_bytes)
     require(number, f"max_bytes={max_bytes} is not a number")
@@ -563,7 +564,8 @@ def make_groups(
 
 
 def emptied(quantiser: Quantiser) -> Quantiser:
-    """Without what it needs for more than `expected_bytes`."""
+    """Without what it needs for more than `expected_bytes`. So `steps` may read only the shape of the
+    rows, `cost`, `pivot`, `largest` and `deviation`."""
     quantiser.rows = quantiser.rows.to("meta")
     for name in {"damped", "order", "factor", "output", "feedback"} & vars(quantiser).keys():
         delattr(quantiser, name)
@@ -643,7 +645,8 @@ def load(model: nn.Module, path: str | Path) -> None:
     shapes = {name: list(one.shape) for name, one in tensors.items()}
     with train_gpt.as_user_error(sentence, advice, Exception):
         size = os.path.getsize(path)
-        most = (1 << 20) + 2 * sum(tensor.nbytes for tensor in tensors.values())
+        sizes = (max(8, 2 * t.element_size()) * t.numel() for t in tensors.values())
+        most = (1 << 20) + sum(sizes)
         require(size <= most, f"it has {size} bytes, too many for this model")
         header, arrays = parse(Path(path).read_bytes())
         stored = dict(header["shapes"])

@@ -285,7 +285,7 @@ class Data:
         self.device = runtime.device
         self.targets = self.total_bytes = targets
         self.tokens = torch.zeros(targets + 1, dtype=torch.int32, device=runtime.device)
-        self.nbytes = torch.ones(targets, dtype=torch.int16, device=runtime.device)
+        self.nbytes = np.ones(targets, np.int16)
         refused = self.tokens.new_zeros(hp.vocab_size, hp.vocab_size, dtype=torch.bool)
         self.refused = refused if hp.canonical_mask else None
         self.hints = self.tokens[1:] if hp.ngram_tilt else None
@@ -382,7 +382,7 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
     val = Data(hp, runtime, 2 * hp.ttt_chunk_tokens)
     gradients, counting = script.sgd_gradients, CountOperators()
     passes = counting.without(forward, "passes", "gradients")
-    passes.parameters = forward.parameters
+    passes.parameters, passes.named_parameters = forward.parameters, forward.named_parameters
 
     def counted(*arguments):
         scorer = arguments[-2]
