@@ -280,6 +280,15 @@ runpy.run_path({str(ROOT / "train_gpt.py")!r}, run_name="__main__")
 
 NOT_THERE = "raise ModuleNotFoundError('No module named it')"
 MISSING = f"No module named it: {INSTALL}"
+FINDER = """import sys
+
+class Finder:
+    def find_spec(name, *_):
+        if name == {module!r}:
+            {content}
+
+sys.meta_path.insert(0, Finder)
+"""
 
 
 @pytest.mark.parametrize(
@@ -294,8 +303,9 @@ MISSING = f"No module named it: {INSTALL}"
     ],
 )
 def test_a_failed_import_is_one_sentence(command, module, content, status, sentence, tmp_path):
-    """A package is missing, or Ctrl-C comes while it is imported."""
-    (tmp_path / f"{module}.py").write_text(content)
+    """A package is missing, or Ctrl-C comes while it is imported. A file could not hide fcntl, which
+    is built into Debian's Python."""
+    (tmp_path / "sitecustomize.py").write_text(FINDER.format(module=module, content=content))
     command, path = [ROOT / command.split()[0], *command.split()[1:]], {"PYTHONPATH": str(tmp_path)}
     result = run(command, path, tmp_path, fresh=True, status=status)
     assert result.stderr == f"error: {sentence}\n"
